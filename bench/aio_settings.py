@@ -1,4 +1,4 @@
-"""Find the ``aio`` settings for a disk: rates of reading, writing, and both at once, with O_DIRECT.
+"""Find the ``aio`` settings for a disk: measure reading, writing, and both at once, with O_DIRECT.
 
 python bench/aio_settings.py FOLDER [--size-mib 1024] [--seconds 2]
 """
@@ -21,28 +21,22 @@ from zcomm import ConfigError
 from zcomm._kernels import kernels
 from zero._storage.transfer_buffers import aligned_bytes
 
-PATTERNS = (
-    (128 * 1024, 16),
-    (1024 * 1024, 1),
-    (1024 * 1024, 4),
-    (1024 * 1024, 16),
-    (4 * 1024 * 1024, 8),
-)
-"""Bytes a request and requests in flight."""
+PATTERNS = ((128 * 1024, 16), (1024 * 1024, 1), (1024 * 1024, 4), (1024 * 1024, 16), (4 * 1024 * 1024, 8))
+"""Bytes of a request, and requests in flight."""
 TRANSFER_REQUESTS = 4  # a transfer spans several requests, as a sub-group's does
-WITHIN = 0.95  # of the best rate is as good: then the pattern with fewer bytes in flight is suggested
+WITHIN = 0.95  # of the best rate counts as equal: the pattern with the fewest bytes in flight is suggested
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Bytes a second of one pattern."""
+    """Bytes per second of one pattern."""
 
     request_nbytes: int
     num_requests: int
     read: float
     write: float
     both: float
-    """Read plus written, at the same time."""
+    """Bytes read plus bytes written, at the same time."""
 
 
 def measure(folder: Path, *, nbytes: int, seconds: float) -> list[Rates]:
@@ -54,7 +48,7 @@ def measure(folder: Path, *, nbytes: int, seconds: float) -> list[Rates]:
     """
     least = max(size * count for size, count in PATTERNS) * 2
     if nbytes < least:
-        raise ConfigError(f"--size-mib must be at least {least >> 20}: {nbytes >> 20}")
+        raise ConfigError(f"--size-mib must be at least {least >> 20}: size_mib={nbytes >> 20}")
     path = folder / f"zero-aio-{os.getpid()}"
     rows = []
     try:
@@ -87,22 +81,26 @@ def _measure_pattern(path: Path, nbytes: int, seconds: float, request_nbytes: in
         at = half + index * transfer % half
         return int(queue.write(file, at, buffers[index % len(buffers)].data_ptr(), transfer))
 
-    for index in range(half // transfer):  # reserved space that was never written reads as zeros, without the disk
+    for index in range(half // transfer):  # space never written reads as zeros, without the disk
         queue.wait(write_high(index))
     rates = {}
-    for name, begin in (("read", read), ("write", write), ("both", lambda i: read(i // 2) if i % 2 else write(i // 2))):
-        rates[name] = transfer / _seconds_each(queue, begin, len(buffers), seconds)
+    for name, submit in (
+        ("read", read),
+        ("write", write),
+        ("both", lambda i: read(i // 2) if i % 2 else write(i // 2)),
+    ):
+        rates[name] = transfer / _seconds_each(queue, submit, len(buffers), seconds)
     queue.sync(file)
     queue.close(file)
     return Rates(request_nbytes, num_requests, **rates)
 
 
-def _seconds_each(queue: Any, begin: Callable[[int], int], num_in_flight: int, seconds: float) -> float:
-    """Mean time of a transfer with ``num_in_flight`` of them submitted at any time."""
+def _seconds_each(queue: Any, submit: Callable[[int], int], num_in_flight: int, seconds: float) -> float:
+    """Mean time of a transfer with ``num_in_flight`` of them in flight."""
     tickets: deque[int] = deque()
     start, count = time.perf_counter(), 0
     while time.perf_counter() - start < seconds or count < num_in_flight:
-        tickets.append(begin(count))
+        tickets.append(submit(count))
         count += 1
         if len(tickets) == num_in_flight:
             queue.wait(tickets.popleft())
@@ -112,7 +110,7 @@ def _seconds_each(queue: Any, begin: Callable[[int], int], num_in_flight: int, s
 
 
 def run(folder: str, *, nbytes: int, seconds: float) -> str:
-    """The table and the suggestion that are printed."""
+    """Measure; return the table and the suggested settings."""
     where = Path(folder)
     free = shutil.disk_usage(where).free
     engine = kernels.file_queue(1, int(kernels.native().FILE_ALIGNMENT)).engine
@@ -140,9 +138,9 @@ def _suggested(rows: list[Rates]) -> Rates:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the rates of each pattern and a suggestion; return the exit status."""
     parser = argparse.ArgumentParser(description="Measure the disk under a folder.")
-    parser.add_argument("path", metavar="FOLDER", help="a folder on the disk; a file is made there and removed")
-    parser.add_argument("--size-mib", type=int, default=1024, metavar="N", help="of the file (default 1024)")
-    parser.add_argument("--seconds", type=float, default=2.0, help="for each row and direction (default 2)")
+    parser.add_argument("path", metavar="FOLDER", help="a folder on the disk; a file is created there and removed")
+    parser.add_argument("--size-mib", type=int, default=1024, metavar="N", help="size of the file (default 1024)")
+    parser.add_argument("--seconds", type=float, default=2.0, help="time of each row and direction (default 2)")
     options = parser.parse_args(arguments)
     try:
         print(run(options.path, nbytes=options.size_mib << 20, seconds=options.seconds), end="")

@@ -2,10 +2,10 @@
 
     pytest bench/bench_collectives_micro.py     times; --benchmark-disable: each once, in seconds
 
-This process is rank 0 and times itself; three others follow, each told of a call before the clock starts. ``torch`` is
-torch.distributed's own call. Each result is compared with the exact one in float64 (``zcomm._bench.checking``): no
-element is further off than its format allows, and replicated results are the same on all ranks. ``zcomm bench`` has
-more sizes, real machines and emulated networks.
+This process is rank 0 and times itself. It sends each call to the three other ranks before the clock starts. ``torch``
+is torch.distributed's own call. Each result is compared with the exact one in float64 (``zcomm._bench.checking``): no
+error may exceed the format's bound, and replicated results must be equal on all ranks. ``zcomm bench`` covers more
+sizes, real machines and emulated networks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import zcomm
 from zcomm import DeltaGather, RandomKey, Residual, Topology
 from zcomm._bench.checking import check
 from zcomm._bench.data import Tiles
-from zcomm._bench.workloads import Wire, Workload, wire_of
+from zcomm._bench.workloads import Workload, WorkloadFormats, wire_of
 from zcomm._stateful.node_sums import NodeSums
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
@@ -61,28 +61,28 @@ class Plain:
 
     def __init__(self, collective: str, format: str, num_hops: int) -> None:
         self.work = Workload(collective, NBYTES, _tiles(), _topology(), "avg")
-        self.wire: Wire | None = None if format == "torch" else wire_of(format, num_hops)
+        self.wire: WorkloadFormats | None = None if format == "torch" else wire_of(format, num_hops)
 
     def prepare(self) -> None:
-        """An all-reduce is in place."""
+        """Restore the input: an all-reduce overwrites it."""
         self.work.reset()
 
     def run(self) -> None:
-        """Once."""
+        """Make the call."""
         if self.wire is None:
             self.work.call_torch()
         else:
             self.work.call_zcomm(self.wire)
 
     def num_wrong(self) -> int:
-        """Of one more call."""
+        """Make one more call and count its wrong elements."""
         self.work.poison()
         self.run()
         return check(self.work, self.wire).num_wrong
 
 
 class Difference:
-    """A gather that sends what has changed; other random numbers each time."""
+    """A gather of deltas, with new random numbers at each call."""
 
     def __init__(self, _: str, format: str, num_hops: int) -> None:
         wire, numel = zcomm.get_format(format), NBYTES // 4 // NUM_RANKS
@@ -93,16 +93,16 @@ class Difference:
         self.gather.refresh(self.shard)
 
     def prepare(self) -> None:
-        """There is something to send."""
+        """Change the shard, so that there is a delta to send."""
         self.shard.add_(1e-3)
 
     def run(self) -> None:
-        """Once."""
+        """Send the delta."""
         self.step += 1
         self.gather.update(self.shard, random=RandomKey(0, 0, self.step) if self.is_random else None)
 
     def num_wrong(self) -> int:
-        """Elements of this rank's row that are off by more than 1 % after six calls; each sends what is missing."""
+        """Elements of this rank's row with an error above 1 % after six calls, each of which sends what is missing."""
         self.shard.neg_()
         for _ in range(6):
             self.run()
@@ -110,7 +110,7 @@ class Difference:
 
 
 class WithResidual:
-    """A mean whose rounding error is added to the next one."""
+    """An all-reduce with a residual: its rounding error is added to the next call."""
 
     def __init__(self, _: str, format: str, __: int) -> None:
         self.work = Workload("all_reduce", NBYTES, _tiles(), _topology(), "avg")
@@ -118,18 +118,18 @@ class WithResidual:
         self.residual = Residual(_topology(), [("all", 0, self.work.numel)], self.work.numel)
 
     def prepare(self) -> None:
-        """It is in place."""
+        """Restore the input: an all-reduce overwrites it."""
         self.work.reset()
 
     def run(self) -> None:
-        """Once."""
+        """Reduce, and keep the residual."""
         assert self.wire is not None
         formats = self.wire.of_reduction()
         zcomm.all_reduce(self.work.output, "avg", _topology(), format=formats, residual=self.residual)
         self.residual.commit()
 
     def num_wrong(self) -> int:
-        """Elements by which the first call is off: nothing is carried into it yet."""
+        """Wrong elements of a first call, whose residual is zero."""
         self.residual = Residual(_topology(), [("all", 0, self.work.numel)], self.work.numel)
         self.work.poison()
         self.run()
@@ -137,7 +137,7 @@ class WithResidual:
 
 
 class OfNodes:
-    """Two micro-batches that are summed inside the node and reduced between nodes once."""
+    """Node sums: two micro-batches are summed inside the node, then reduced between nodes once."""
 
     def __init__(self, _: str, format: str, __: int) -> None:
         self.work = Workload("reduce_scatter", NBYTES, _tiles(), _topology(), "avg")
@@ -148,15 +148,15 @@ class OfNodes:
         self.input = rows.transpose(0, 1).flatten()  # by rank in the node and node, as it numbers them
 
     def prepare(self) -> None:
-        """Nothing to do."""
+        """Do nothing: the input is not overwritten."""
 
     def run(self) -> None:
-        """Once; the mean of the same input twice is twice the mean."""
+        """Sum the same input twice and reduce: the result is twice the mean."""
         self.sums.add(self.input)
         self.sums.reduce(self.work.output, self.input)
 
     def num_wrong(self) -> int:
-        """Of half of it."""
+        """Wrong elements of half the result."""
         self.run()
         self.work.output.mul_(0.5)
         return check(self.work, self.wire).num_wrong
@@ -168,18 +168,18 @@ CALLS: dict[str, Callable[[str, str, int], Any]] = {
 
 
 def _follow(rank: int, store: str, pipe: Connection) -> None:
-    """A rank that does as it is told: a call to construct, ``run`` or ``check``; None ends it."""
+    """Run a rank other than the first: construct the call received, ``run`` it or ``check`` it; None ends the rank."""
     torch.set_num_threads(1)
     _join(rank, store)
     call: Any = None
-    while (told := pipe.recv()) is not None:
-        if told == "run":
+    while (request := pipe.recv()) is not None:
+        if request == "run":
             call.prepare()
             call.run()
-        elif told == "check":
+        elif request == "check":
             call.num_wrong()
         else:
-            call = CALLS.get(told[0], Plain)(*told)
+            call = CALLS.get(request[0], Plain)(*request)
     dist.destroy_process_group()
 
 
@@ -188,7 +188,7 @@ def _join(rank: int, store: str) -> None:
 
 
 class Ranks:
-    """All ranks; this process is the first."""
+    """The ranks; this process is the first."""
 
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory()
@@ -203,14 +203,14 @@ class Ranks:
         torch.set_num_threads(1)
         _join(0, store)
 
-    def tell(self, what: str | Call | None) -> None:
-        """All the others."""
+    def send(self, request: str | Call | None) -> None:
+        """Send ``request`` to all other ranks."""
         for pipe in self._pipes:
-            pipe.send(what)
+            pipe.send(request)
 
     def close(self) -> None:
-        """End the others and leave the group."""
-        self.tell(None)
+        """End the other ranks and leave the group."""
+        self.send(None)
         dist.destroy_process_group()
         torch.set_num_threads(self._num_threads)
         self._folder.cleanup()
@@ -218,47 +218,47 @@ class Ranks:
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:
-    """Started once."""
+    """Start the ranks once for all tests."""
     all_ranks = Ranks()
     yield all_ranks
     all_ranks.close()
-    for made_once in (_topology, _tiles):
-        made_once.cache_clear()
+    for cached in (_topology, _tiles):
+        cached.cache_clear()
 
 
-def _time(benchmark: Any, ranks: Ranks, told: Call) -> None:
-    ranks.tell(told)
-    call = CALLS.get(told[0], Plain)(*told)
+def _time(benchmark: Any, ranks: Ranks, request: Call) -> None:
+    ranks.send(request)
+    call = CALLS.get(request[0], Plain)(*request)
 
-    def begin() -> None:
-        ranks.tell("run")
+    def start_others() -> None:
+        ranks.send("run")
         call.prepare()
 
-    benchmark.pedantic(call.run, setup=begin, **ROUNDS)
-    ranks.tell("check")
+    benchmark.pedantic(call.run, setup=start_others, **ROUNDS)
+    ranks.send("check")
     assert call.num_wrong() == 0
 
 
 @pytest.mark.parametrize(("format", "num_hops"), WIRES)
 @pytest.mark.parametrize("collective", COLLECTIVES)
 def test_collective(benchmark: Any, ranks: Ranks, collective: str, format: str, num_hops: int) -> None:
-    """A tensor of 64 KiB."""
+    """Each collective of zcomm, on a tensor of 64 KiB."""
     _time(benchmark, ranks, (collective, format, num_hops))
 
 
 def test_secondary_gather(benchmark: Any, ranks: Ranks) -> None:
-    """hpZ: the parts that this node's ranks hold, as they are."""
+    """hpZ: gather the shards of this node's ranks, uncompressed."""
     _time(benchmark, ranks, ("secondary_gather", "none", 1))
 
 
 @pytest.mark.parametrize(("format", "num_hops"), DELTAS)
 def test_delta_gather(benchmark: Any, ranks: Ranks, format: str, num_hops: int) -> None:
-    """delta-hpZ: what has changed since the last call."""
+    """delta-hpZ: gather the deltas since the last call."""
     _time(benchmark, ranks, ("delta_gather", format, num_hops))
 
 
 @pytest.mark.parametrize("format", ["int8", "int4", "nf4", "fp8_e4m3", "int8+int4"])
 @pytest.mark.parametrize("kind", ["all_reduce_with_residual", "node_sums"])
 def test_reductions_that_keep_something(benchmark: Any, ranks: Ranks, kind: str, format: str) -> None:
-    """Between steps, or between micro-batches."""
+    """Residuals are kept between steps, node sums between micro-batches."""
     _time(benchmark, ranks, (kind, format, 2))

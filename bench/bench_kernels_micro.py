@@ -1,10 +1,10 @@
-"""Latency of one kernel on small and middling arrays, for every operation and format.
+"""Latency of one kernel on small and medium arrays, for every operation and format.
 
     pytest bench/bench_kernels_micro.py --benchmark-max-time=0.1     times; --benchmark-disable: each once
 
-What a bucket of a few thousand elements costs is the call itself: argument conversion, dispatch, and above 64 Ki
-elements the wake-up of the workers. Arrays are on the GPU where there is one. Each result is compared with the
-reference (``zcomm._formats.reference``).
+For a bucket of a few thousand elements the call itself dominates: argument conversion, dispatch, and above 64 Ki
+elements the wake-up of the workers. Arrays are on the GPU if there is one. Each result is compared with the reference
+(``zcomm._formats.reference``).
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ of_sizes = pytest.mark.parametrize("numel", [4096, 69632])
 
 @pytest.fixture(params=[name for name in (*FORMATS, *OPTIONS) if name != "none"])
 def format(request: pytest.FixtureRequest) -> str:
-    """Every format, and every option of those that have some; ``none`` has no kernels."""
+    """Every format with every option; ``none`` has no kernels."""
     return str(request.param)
 
 
 @lru_cache(maxsize=4)
 class Arrays:
-    """The operands, which no test changes, of ``NUM_MESSAGES`` messages of [numel] elements in ``format``."""
+    """``NUM_MESSAGES`` arrays of [numel] elements and their messages in ``format``; no test changes them."""
 
     def __init__(self, format: str, numel: int) -> None:
         wire = get_format(format)
@@ -51,12 +51,12 @@ class Arrays:
         reference.quantize(self.x, self.layout, self.messages, numel, numel, self.draw)
 
     def new_message(self) -> Tensor:
-        """Room for one."""
+        """Allocate one message."""
         return self.layout.new(1, self.x.device)
 
 
 def _run(benchmark: Any, kernel: Callable[[], object], out: Tensor) -> Tensor:
-    """Time ``kernel``, then call it once more on an empty ``out``, which is returned."""
+    """Time ``kernel``, zero ``out``, call it once more, and return ``out``."""
 
     def call() -> None:
         kernel()
@@ -70,7 +70,7 @@ def _run(benchmark: Any, kernel: Callable[[], object], out: Tensor) -> Tensor:
 
 @of_sizes
 def test_quantize(benchmark: Any, format: str, numel: int) -> None:
-    """One message from one array."""
+    """Encode one array."""
     a = Arrays(format, numel)
     out = a.new_message()
     _run(benchmark, lambda: kernels.quantize(a.x[0], a.layout, out, numel, numel, a.draw), out)
@@ -79,7 +79,7 @@ def test_quantize(benchmark: Any, format: str, numel: int) -> None:
 
 @of_sizes
 def test_decode(benchmark: Any, format: str, numel: int) -> None:
-    """One message to one array."""
+    """Decode one message."""
     a = Arrays(format, numel)
     out, expected = torch.zeros_like(a.x[0]), torch.zeros_like(a.x[0])
     _run(benchmark, lambda: kernels.decode(a.messages[:1], a.layout, out, numel, numel), out)
@@ -89,7 +89,7 @@ def test_decode(benchmark: Any, format: str, numel: int) -> None:
 
 @of_sizes
 def test_decode_sum(benchmark: Any, format: str, numel: int) -> None:
-    """The mean of all messages: the last hop of a reduction."""
+    """Decode the mean of all messages: the last hop of a reduction."""
     a = Arrays(format, numel)
     out, expected = torch.zeros_like(a.x[0]), torch.zeros_like(a.x[0])
     _run(benchmark, lambda: kernels.decode_sum(a.messages, a.layout, out, numel, NUM_MESSAGES), out)
@@ -99,7 +99,7 @@ def test_decode_sum(benchmark: Any, format: str, numel: int) -> None:
 
 @of_sizes
 def test_decode_sum_requantize(benchmark: Any, format: str, numel: int) -> None:
-    """The sum of all messages as a message: between the hops of a reduction."""
+    """Encode the sum of all messages: between the hops of a reduction."""
     a = Arrays(format, numel)
     out, expected = a.new_message(), a.new_message()
     _run(benchmark, lambda: kernels.decode_sum_requantize(a.messages, a.layout, out, a.layout, a.draw), out)
@@ -109,7 +109,7 @@ def test_decode_sum_requantize(benchmark: Any, format: str, numel: int) -> None:
 
 @of_sizes
 def test_quantize_difference(benchmark: Any, format: str, numel: int) -> None:
-    """A message of what has changed: delta-hpZ's weights."""
+    """Encode a delta: the weights of delta-hpZ."""
     a = Arrays(format, numel)
     out, expected = a.new_message(), a.new_message()
     _run(benchmark, lambda: kernels.quantize_difference(a.x[0], a.held[0], a.layout, out, a.draw), out)
@@ -119,7 +119,7 @@ def test_quantize_difference(benchmark: Any, format: str, numel: int) -> None:
 
 @of_sizes
 def test_decode_add(benchmark: Any, format: str, numel: int) -> None:
-    """All messages added to their rows: the other end of a difference."""
+    """Add the deltas of all messages to their rows: the receiving side."""
     a = Arrays(format, numel)
     out, expected = torch.zeros_like(a.x), torch.zeros_like(a.x)
     _run(benchmark, lambda: kernels.decode_add(a.messages, a.layout, out), out)
@@ -131,7 +131,7 @@ def test_decode_add(benchmark: Any, format: str, numel: int) -> None:
 @pytest.mark.parametrize("optimizer", [CPUAdam, CPULion, CPUAdagrad])
 @of_sizes
 def test_optimizer_step(benchmark: Any, optimizer: Any, dtype: torch.dtype, numel: int) -> None:
-    """One update in host memory, of one parameter."""
+    """Update one parameter in host memory."""
     torch.manual_seed(0)
     param = nn.Parameter(torch.randn(numel).to(dtype))
     before, param.grad = param.detach().clone(), torch.randn(numel).to(dtype)

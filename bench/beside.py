@@ -1,22 +1,23 @@
-"""Two versions of this library side by side: is a step slower than it was, or does it send more?
+"""Compare two versions of this library: is a step slower than before, or does it send more?
 
     git worktree add ../before COMMIT      and an environment with that version installed: ../before/.venv
     python bench/beside.py --before ../before/.venv/bin/python
     python bench/beside.py --before ../before/.venv/bin/python --networks loopback 200mbit --num-ranks 4
 
-Both versions run at once, each in ranks of its own, and take turns: a round is ``--steps`` optimizer steps of each
-system in each version, in an order of its own, and whoever has no turn waits at a pipe. So whatever else the machine
-does falls on both alike. The scripts are those beside this file for both; only the library differs. They import
-``zcomm._bench``: a version that still calls it ``zcomm.bench`` needs a link, ``ln -s bench ../before/zcomm/_bench``.
+Both versions run at the same time, each in separate ranks, and their steps are interleaved: a round is ``--steps``
+optimizer steps of each system in each version, in random order, while all other ranks wait at a pipe. So other load on
+the machine affects both alike. Both versions run the scripts of this folder; only the library differs. The scripts
+import ``zcomm._bench``: for a version that still calls it ``zcomm.bench``, make a link,
+``ln -s bench ../before/zcomm/_bench``.
 
-For both, freed memory stays with the process (glibc's thresholds, unless the environment has them). By default glibc
-returns some to the system and gets it back page by page, up to a third of such a step, and in which version depends on
-where its buffers happen to lie.
+Both versions keep freed memory in the process (glibc's thresholds, unless the environment sets them). By default glibc
+returns some to the system and gets it back page by page. That takes up to a third of such a step, and which version it
+hits depends on the addresses of its buffers.
 
-A row gives the median over the rounds of the ratio now / before, and an interval that holds it with at least 95 %
-probability (two order statistics of the ratios, so nothing is assumed of their distribution). It fails if the whole
-interval lies above ``--limit``, or if the losses, which are of the same steps, are not the same to the last bit where
-``--same-bits`` is given. The exit status is 1 if a row fails.
+A row gives the median over the rounds of the ratio now / before, and a confidence interval of at least 95 % (two order
+statistics of the ratios, so it assumes nothing about their distribution). The row fails if the interval lies above
+``--limit``, or, with ``--same-bits``, if the losses of the same steps differ in any bit. The exit status is 1 if a row
+fails.
 """
 
 from __future__ import annotations
@@ -46,9 +47,9 @@ from zcomm._bench.harness import BenchReport, Column
 SYSTEMS = ["zero stage 1", "zero stage 2", "zero stage 3", "zero++", "delta-hpz", "zero stage 3 offload"]
 CONFIDENCE = 0.95
 START_S = 300
-"""For the first turn, in which torch is imported and the system is built."""
+"""Limit of one request; the first imports torch and builds the system."""
 KEEPS = {"MALLOC_TRIM_THRESHOLD_": str(2**32), "MALLOC_MMAP_THRESHOLD_": str(2**32)}
-"""Of glibc: memory that was freed is kept."""
+"""glibc's thresholds at which freed memory stays in the process."""
 COLUMNS = [
     Column("network", "network".rjust(10)),
     Column("system", "system".rjust(22)),
@@ -66,13 +67,13 @@ def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--before", required=True, help="the Python whose environment has the other version")
-    add("--networks", nargs="+", default=[LOOPBACK], help="rates as tc writes them (needs root), or loopback")
+    add("--before", required=True, help="the Python interpreter of the other version's environment")
+    add("--networks", nargs="+", default=[LOOPBACK], help="rates in the notation of tc (needs root), or loopback")
     add("--systems", nargs="+", choices=COMPARED, default=SYSTEMS)
     add("--num-ranks", type=int, default=2)
     add("--ranks-per-node", type=int, default=2)
     add("--rounds", type=int, default=15)
-    add("--steps", type=int, default=4, help="of each system in a round")
+    add("--steps", type=int, default=4, help="steps of each system in a round")
     add("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
     add("--limit", type=float, default=1.02)
     add("--same-bits", action="store_true", help="fail where the losses differ")
@@ -97,28 +98,28 @@ class Job:
         words = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
         script = str(Path(__file__).with_name("beside_ranks.py"))
         self._process = subprocess.Popen([python, script, *words], env={"OMP_NUM_THREADS": "1"} | KEEPS | os.environ)
-        # both ways: an open does not wait for the other side, and a pipe stays when a rank closes it
-        self._asked = [os.open(folder / str(rank), os.O_RDWR) for rank in range(arguments.num_ranks)]
+        # open both ways: open() does not wait for a rank, and the pipe survives when a rank closes it
+        self._requests = [os.open(folder / str(rank), os.O_RDWR) for rank in range(arguments.num_ranks)]
         self._answers = os.fdopen(os.open(folder / ANSWERS, os.O_RDWR), encoding="utf-8")
 
-    def turn(self, system: str) -> dict[str, Any]:
-        """What rank 0 says of the turn."""
-        self._ask(system)
+    def run(self, system: str) -> dict[str, Any]:
+        """Run the steps of ``system``; return rank 0's measurements."""
+        self._request(system)
         for _ in range(START_S):
             if select.select([self._answers], [], [], 1.0)[0]:
                 answer: dict[str, Any] = json.loads(self._answers.readline())
                 return answer
             if self._process.poll() is not None:
                 break
-        raise SystemExit(f"beside.py: the ranks took no turn of {system!r} (exit code {self._process.poll()})")
+        raise SystemExit(f"beside.py: the ranks did not run {system!r} (exit code {self._process.poll()})")
 
-    def _ask(self, word: str) -> None:
-        for pipe in self._asked:
+    def _request(self, word: str) -> None:
+        for pipe in self._requests:
             os.write(pipe, f"{word}\n".encode())
 
     def close(self) -> None:
         """End the ranks."""
-        self._ask(END)
+        self._request(END)
         try:
             self._process.wait(60)
         except subprocess.TimeoutExpired:
@@ -128,7 +129,7 @@ class Job:
 
 @contextmanager
 def both(arguments: argparse.Namespace, network: str) -> Iterator[dict[str, Job]]:
-    """The ranks of the version before and of this one."""
+    """Start the ranks of both versions; end them afterwards."""
     jobs: dict[str, Job] = {}
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -141,23 +142,25 @@ def both(arguments: argparse.Namespace, network: str) -> Iterator[dict[str, Job]
 
 
 def measure(arguments: argparse.Namespace, network: str) -> dict[tuple[str, str], list[dict[str, Any]]]:
-    """What every turn took, by system and version; the first of each, in which it is built, does not count."""
-    turns: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    """Measure every system in every version; the first entry of each, in which it is built, does not count."""
+    measured: dict[tuple[str, str], list[dict[str, Any]]] = {}
     with both(arguments, network) as jobs:
         for number in range(arguments.rounds + 1):
             draw = random.Random(number)
             for system in draw.sample(arguments.systems, len(arguments.systems)):
                 for version in draw.sample(sorted(jobs), 2):
-                    turns.setdefault((system, version), []).append(jobs[version].turn(system))
-    return turns
+                    measured.setdefault((system, version), []).append(jobs[version].run(system))
+    return measured
 
 
 def interval(values: Sequence[float], confidence: float = CONFIDENCE) -> tuple[float, float]:
-    """The two of ``values`` between which the median of what they were drawn from lies with this probability."""
+    """The confidence interval of the median of the distribution that ``values`` are a sample of."""
     ordered, count = sorted(values), len(values)
     below, outside = 0, 0.0
     while below < count // 2:
-        outside += 2 * math.comb(count, below) / 2**count  # so many of them, or fewer, lie on one side
+        outside += (
+            2 * math.comb(count, below) / 2**count
+        )  # probability that at most ``below`` values lie on one side of the median
         if outside > 1 - confidence:
             break
         below += 1
@@ -173,8 +176,8 @@ def row_of(network: str, system: str, before: list[dict[str, Any]], now: list[di
     return {
         "network": network,
         "system": system,
-        "before_ms": 1e3 * statistics.median(turn["seconds"] for turn in before[1:]),
-        "now_ms": 1e3 * statistics.median(turn["seconds"] for turn in now[1:]),
+        "before_ms": 1e3 * statistics.median(old["seconds"] for old in before[1:]),
+        "now_ms": 1e3 * statistics.median(new["seconds"] for new in now[1:]),
         "ratio": statistics.median(ratios),
         "low": low,
         "high": high,
@@ -188,11 +191,13 @@ def main() -> int:
     arguments = parse_arguments()
     table = BenchReport(COLUMNS, as_json=arguments.json)
     table.start("beside", num_ranks=arguments.num_ranks, dtype=arguments.dtype)
-    table.note(f"{arguments.rounds} rounds of {arguments.steps} steps; interval of {CONFIDENCE:.0%}; sent: by a rank")
+    table.note(
+        f"{arguments.rounds} rounds of {arguments.steps} steps; interval of {CONFIDENCE:.0%}; sent: bytes of a node"
+    )
     for network in arguments.networks:
-        turns = measure(arguments, network)
+        measured = measure(arguments, network)
         for system in arguments.systems:
-            row = row_of(network, system, turns[system, "before"], turns[system, "now"])
+            row = row_of(network, system, measured[system, "before"], measured[system, "now"])
             is_slower, differs = row["low"] > arguments.limit, arguments.same_bits and not row["same_loss"]
             table.row({**row, "same_loss": "yes" if row["same_loss"] else "no"}, num_wrong=int(is_slower or differs))
     return table.finish()

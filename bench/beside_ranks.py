@@ -1,4 +1,4 @@
-"""The ranks of beside.py, for one of the two versions: they run the turns that beside.py requests; rank 0 answers."""
+"""The ranks of one version in beside.py: they run the steps that it requests, and rank 0 answers with the times."""
 
 from __future__ import annotations
 
@@ -28,21 +28,23 @@ ANSWERS = "answers"
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--folder", type=Path, required=True, help="with a pipe for each rank, and one for the answers")
+    parser.add_argument(
+        "--folder", type=Path, required=True, help="holds a pipe for each rank, and one for the answers"
+    )
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
-    parser.add_argument("--steps", type=int, default=4, help="in a turn")
+    parser.add_argument("--steps", type=int, default=4, help="steps of a request")
     add_shape(parser)
     add_launch_arguments(parser)
     return parser.parse_args()
 
 
-def take_turns(arguments: argparse.Namespace, topology: Topology, device: torch.device) -> int:
-    """Until the end is asked for. A system is built when it is first asked for."""
+def serve(arguments: argparse.Namespace, topology: Topology, device: torch.device) -> int:
+    """Run the requested systems until the request to end. A system is built at its first request."""
     interface = INTERFACE if int(os.environ["GROUP_WORLD_SIZE"]) > 1 else "lo"
     contenders: dict[str, Contender] = {}
     arguments.nvme_folder = str(arguments.folder)
-    with (arguments.folder / str(topology.rank)).open(encoding="utf-8") as asked:
-        while (name := asked.readline().strip()) != END:
+    with (arguments.folder / str(topology.rank)).open(encoding="utf-8") as requests:
+        while (name := requests.readline().strip()) != END:
             if name not in contenders:
                 contenders[name] = build(name, new_setup(arguments, arguments.dtype, device, topology))
             wire, started = sent_nbytes(interface), time.perf_counter()
@@ -61,10 +63,10 @@ def take_turns(arguments: argparse.Namespace, topology: Topology, device: torch.
 
 
 def main() -> int:
-    """Take turns."""
+    """Join the ranks and serve requests."""
     arguments = parse_arguments()
     return on_ranks(
-        arguments, sys.argv[1:], lambda topology, device: take_turns(arguments, topology, device),
+        arguments, sys.argv[1:], lambda topology, device: serve(arguments, topology, device),
         program=[str(Path(__file__).resolve())],
     )  # fmt: skip
 

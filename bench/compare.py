@@ -1,18 +1,19 @@
-"""The same model, data, seed and batch under DDP, FSDP2, HSDP, ZeroRedundancyOptimizer, DeepSpeed and this library.
+"""Compare DDP, FSDP2, HSDP, ZeroRedundancyOptimizer, DeepSpeed and this library on one model, data, seed and batch.
 
     python bench/compare.py                                      loopback, 1 Gbit/s, 200 Mbit/s; needs root
     python bench/compare.py --networks loopback                  without root
     python bench/compare.py --batch network --dtype bfloat16 --networks loopback 2gbit 1gbit 500mbit 200mbit
     python bench/compare.py --systems "fsdp2 reshard=True" zero++ delta-hpz --rounds 9
-    pip install -c constraints.txt -e '.[peers]'                 first, with DeepSpeed; or PYTHONPATH=FOLDER of one
+    pip install -c constraints.txt -e '.[peers]'                 once, for DeepSpeed; or set PYTHONPATH to a copy
 
-The systems take turns in one process group, so that whatever else the machine does falls on all of them alike; on an
-emulated network (network namespaces, ``tc tbf``) a node has two ranks. Peak memory is taken of each system in ranks of
-its own. ``--batch network`` is so small that the network decides, ``compute`` so large that the computation does.
-What is called ``x4`` accumulates four batches a step, each peer as it does best, and is compared with its like.
+The steps of all systems are interleaved in one process group, so that other load on the machine affects all of them
+alike. On an emulated network (network namespaces, ``tc tbf``) a node has two ranks. Peak memory is measured for each
+system in separate ranks. ``--batch network`` makes a small, network-bound step, ``compute`` a large, compute-bound one.
+Systems named ``x4`` accumulate four batches a step, each in its fastest way, and are compared with each other only.
 
-Results: ``--output``.json, written after every turn, .md and .png. The same command goes on where it was stopped.
-A peer that fails, dies or hangs for ``--patience`` is a row with its error; delete the row from the JSON to try again.
+Results: ``--output``.json, written after every measurement, .md and .png. Run the same command again to resume.
+If a peer fails, dies or hangs for ``--patience`` seconds, its row shows the error; delete the row from the JSON to try
+again.
 """
 
 from __future__ import annotations
@@ -49,32 +50,39 @@ def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--networks", nargs="+", default=[LOOPBACK, "1gbit", "200mbit"], help="rates as tc writes them, or loopback")
+    add(
+        "--networks", nargs="+", default=[LOOPBACK, "1gbit", "200mbit"], help="rates in the notation of tc, or loopback"
+    )
     add("--batch", nargs="+", choices=BATCHES, default=list(BATCHES))
     add("--dtype", nargs="+", choices=["float32", "bfloat16"], default=["bfloat16"])
-    add("--systems", nargs="+", choices=COMPARED, help="default: all that are installed")
-    add("--nodes", type=int, default=2, help=f"of {RANKS_PER_NODE} ranks")
+    add("--systems", nargs="+", choices=COMPARED, help="default: all installed ones")
+    add("--nodes", type=int, default=2, help=f"number of nodes, of {RANKS_PER_NODE} ranks each")
     add("--rounds", type=int, default=5)
-    add("--steps", type=int, default=1, help="of each system in a round")
-    add("--no-memory", action="store_true", help="without the runs that take peak memory")
-    add("--patience", type=float, default=600, help="seconds without the end of a turn after which a system has hung")
-    add("--output", type=Path, default=Path("runs/compare/compare"), help="without its ending")
+    add("--steps", type=int, default=1, help="steps of each system in a round")
+    add("--no-memory", action="store_true", help="do not measure peak memory")
+    add(
+        "--patience",
+        type=float,
+        default=600,
+        help="seconds without a new measurement after which a system counts as hung",
+    )
+    add("--output", type=Path, default=Path("runs/compare/compare"), help="path of the results, without a suffix")
     for name, default in MODEL.items():
         add(f"--{name.replace('_', '-')}", type=int, default=default)
     arguments = parser.parse_args()
     reason = unavailable_reason() if any(name != LOOPBACK for name in arguments.networks) else None
     if reason is not None:
-        parser.error(f"{reason}; --networks {LOOPBACK} needs none")
+        parser.error(f"{reason}; --networks {LOOPBACK} needs no emulated network")
     return arguments
 
 
 def words_of(options: dict[str, Any]) -> list[str]:
-    """As the command line has them."""
+    """Write ``options`` as words of a command line."""
     return [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
 
 
 def measure(arguments: argparse.Namespace, store: Store, key: str, words: list[str], names: list[str]) -> None:
-    """Let the systems take the turns that are left; ranks that die or hang are started again without the culprit."""
+    """Run the remaining rounds; if ranks die or hang, start them again without the system that was running."""
     network = key.split()[2]
     while todo := store.run(key).unfinished(names, arguments.rounds):
         script = str(Path(__file__).with_name("compare_ranks.py"))
@@ -83,39 +91,39 @@ def measure(arguments: argparse.Namespace, store: Store, key: str, words: list[s
             launch |= {"num_ranks": arguments.nodes * RANKS_PER_NODE, "ranks_per_node": RANKS_PER_NODE}
         else:
             launch |= {"emulate_nodes": arguments.nodes, "ranks_per_node": RANKS_PER_NODE, "rate": network}
-        said = wait(start([script, *words_of(launch), *words, "--systems", *todo]), store.path, arguments.patience)
+        problem = wait(start([script, *words_of(launch), *words, "--systems", *todo]), store.path, arguments.patience)
         store.values = Store(store.path).values
         run = store.run(key)
-        if said and run.running not in todo:
-            raise SystemExit(f"{key}: no system was under way when {said}")
-        if said:
-            run.systems.setdefault(run.running, System()).error = said
+        if problem and run.running not in todo:
+            raise SystemExit(f"{key}: {problem}, and no system was running")
+        if problem:
+            run.systems.setdefault(run.running, System()).error = problem
             store.keep(key, run)
 
 
 def start(command: list[str]) -> subprocess.Popen[bytes]:
-    """A Python script as a process of its own."""
+    """Start a Python script as a process."""
     return subprocess.Popen([sys.executable, *command], env={"OMP_NUM_THREADS": "1"} | os.environ)
 
 
-def wait(process: subprocess.Popen[bytes], written: Path, patience_s: float) -> str:
-    """Until the end; what went wrong, or nothing. ``written`` changes with every turn."""
-    begun = time.time()
+def wait(process: subprocess.Popen[bytes], written: Path, timeout_s: float) -> str:
+    """Wait for ``process``; return what went wrong, or "". Progress is a change of the file ``written``."""
+    started = time.time()
     try:
         while process.poll() is None:
             time.sleep(POLL_S)
-            changed = written.stat().st_mtime if written.exists() else begun
-            if time.time() - max(begun, changed) > patience_s:
-                return f"no turn ended in {patience_s:g} s"
+            changed = written.stat().st_mtime if written.exists() else started
+            if time.time() - max(started, changed) > timeout_s:
+                return f"no measurement in {timeout_s:g} s"
     finally:
         if process.poll() is None:
-            process.send_signal(signal.SIGTERM)  # it ends its ranks and removes its nodes
+            process.send_signal(signal.SIGTERM)  # so that it ends its ranks and removes its nodes
             process.wait()
     return f"the ranks ended with exit code {process.returncode}" if process.returncode else ""
 
 
 def take_memory(arguments: argparse.Namespace, store: Store, key: str, words: list[str], names: list[str]) -> None:
-    """Peak memory of each system that has none yet, in ranks of its own."""
+    """Measure the peak memory of each system without a figure, each in separate ranks."""
     known = store.values["memory"].setdefault(key, {})
     ranks, script = arguments.nodes * RANKS_PER_NODE, str(Path(__file__).with_name("zero_memory.py"))
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
@@ -138,7 +146,7 @@ def take_memory(arguments: argparse.Namespace, store: Store, key: str, words: li
 
 
 def context() -> dict[str, str]:
-    """What ran, and where."""
+    """Describe the command, the versions and the machine."""
     versions, memory_gib = {}, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     for package in ("zcomm-zero", "torch", "deepspeed"):
         try:
@@ -160,7 +168,7 @@ def _cpu_name() -> str:
 
 
 def report(store: Store, output: Path) -> None:
-    """Write the tables and the picture of everything in the store."""
+    """Write the tables and the plot of everything in the store."""
     runs = {key: store.run(key) for key in store.values["runs"]}
     text = markdown(runs, store.values["memory"], store.values["context"])
     output.with_suffix(".md").write_text(text, encoding="utf-8")
@@ -169,9 +177,11 @@ def report(store: Store, output: Path) -> None:
 
 
 def main() -> int:
-    """Run what is left and write the report."""
+    """Run the missing measurements and write the report."""
     arguments = parse_arguments()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # what was started is ended, too
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
+    )  # so that ``finally`` ends the processes it started
     store, names = Store(arguments.output.with_suffix(".json")), arguments.systems or available(COMPARED)
     store.values["context"] = context()
     arguments.output.parent.mkdir(parents=True, exist_ok=True)

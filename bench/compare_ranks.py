@@ -1,8 +1,8 @@
-"""The ranks of compare.py: systems take turns in one process group on one network, and rank 0 records the times.
+"""The ranks of compare.py: run all systems interleaved in one process group on one network; rank 0 records times.
 
     torchrun --nproc-per-node 4 bench/compare_ranks.py --store FILE.json --key "float32 network loopback" --systems ddp
 
-compare.py starts it; ``--emulate-nodes`` and ``--rate`` are those of ``zcomm bench``.
+compare.py starts this script; ``--emulate-nodes`` and ``--rate`` are those of ``zcomm bench``.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--store", type=Path, required=True)
-    parser.add_argument("--key", required=True, help="of the run in the store")
+    parser.add_argument("--key", required=True, help="key of the run in the store")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--systems", nargs="+", choices=COMPARED, required=True)
-    parser.add_argument("--rounds", type=int, default=5, help="turns of each system, those of the store included")
-    parser.add_argument("--steps", type=int, default=1, help="of each system in a turn")
-    parser.add_argument("--nvme-folder", help="for files of what is offloaded")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds, including those in the store")
+    parser.add_argument("--steps", type=int, default=1, help="steps of each system in a round")
+    parser.add_argument("--nvme-folder", help="folder for offloaded parameters and states")
     add_shape(parser)
     add_launch_arguments(parser)
     return parser.parse_args()
 
 
-class Turns:
-    """The systems on the ranks of ``topology``."""
+class Rounds:
+    """The interleaved steps of all systems on the ranks of ``topology``."""
 
     def __init__(self, arguments: argparse.Namespace, topology: Topology, device: torch.device) -> None:
         self._arguments, self._topology, self._device = arguments, topology, device
@@ -62,32 +62,32 @@ class Turns:
         self._contenders: dict[str, Contender] = {}
         self._errors: dict[str, str] = {}
 
-    def take_all(self) -> None:
-        """Build every system, let it take a turn that does not count, in which it allocates; then round after round.
+    def run_all(self) -> None:
+        """Build every system and run it once to warm up, as it allocates then; then run the rounds.
 
-        Each round has an order of its own: what a system leaves behind, in caches and on disks, falls on all alike.
+        Each round has another random order: what a system leaves in caches and on disks affects all others alike.
         """
         names, rounds = self._arguments.systems, self._arguments.rounds
         mine = torch.tensor([len(self._run.systems.get(name, System()).seconds) for name in names])
-        taken = control.gather_float64(mine, self._topology)[0].tolist()  # as rank 0's file has it
+        taken = control.gather_float64(mine, self._topology)[0].tolist()  # of rank 0, which has the store
         left = {name: rounds - int(count) for name, count in zip(names, taken, strict=True)}
         total = len(names) + sum(left.values())
-        with tqdm(total=total, unit="turn", disable=self._topology.rank != 0, desc=self._arguments.key) as bar:
+        with tqdm(total=total, unit="run", disable=self._topology.rank != 0, desc=self._arguments.key) as bar:
             for name in names:
                 bar.set_postfix_str(name)
                 self._try(name, partial(self._build, name))
-                self._try(name, partial(self._turn, name, is_counted=False))
+                self._try(name, partial(self._run_steps, name, is_counted=False))
                 bar.update()
             for number in range(rounds):
                 for name in random.Random(number).sample(names, len(names)):  # the same on all ranks
                     if number < left[name]:
                         bar.set_postfix_str(name)
-                        self._try(name, partial(self._turn, name, is_counted=True))
+                        self._try(name, partial(self._run_steps, name, is_counted=True))
                         bar.update()
         self._keep("")
 
     def close(self) -> None:
-        """Free what was made for the systems."""
+        """Close all systems."""
         for contender in self._contenders.values():
             contender.close()
 
@@ -95,7 +95,7 @@ class Turns:
         setup = new_setup(self._arguments, self._arguments.dtype, self._device, self._topology)
         self._contenders[name] = build(name, setup)
 
-    def _turn(self, name: str, *, is_counted: bool) -> None:
+    def _run_steps(self, name: str, *, is_counted: bool) -> None:
         contender, steps, topology = self._contenders[name], self._arguments.steps, self._topology
         wire, started = sent_nbytes(self._interface), time.perf_counter()
         with zcomm.traffic() as sent:
@@ -115,17 +115,17 @@ class Turns:
                 system.units = inter_node_model_units(counted, topology.num_nodes, self._run.numel)
 
     def _try(self, name: str, call: Callable[[], None]) -> None:
-        """Do it unless the system has failed before; whether it has now is agreed."""
+        """Call ``call`` unless the system has failed before; the ranks agree on whether it fails now."""
         if name in self._errors:
             return
         self._keep(name)
-        said = ""
+        message = ""
         try:
             call()
-        except Exception as error:  # a peer's, too: the others go on
+        except Exception as error:  # also a peer's: the other systems continue
             text = (str(error) or type(error).__name__).splitlines()[0]
-            said = f"{type(error).__name__}: {text}"
-        texts = control.gather_texts(said, self._topology)  # and all begin the next turn together
+            message = f"{type(error).__name__}: {text}"
+        texts = control.gather_texts(message, self._topology)  # also synchronizes the ranks
         if error := next((text for text in texts if text), ""):
             self._errors[name] = error
             self._run.systems.setdefault(name, System()).error = error
@@ -136,22 +136,22 @@ class Turns:
             self._store.keep(self._arguments.key, self._run)
 
 
-def take_turns(arguments: argparse.Namespace, topology: Topology, device: torch.device) -> int:
-    """The work of a rank."""
-    turns = Turns(arguments, topology, device)
-    turns.take_all()
-    turns.close()
+def run_rounds(arguments: argparse.Namespace, topology: Topology, device: torch.device) -> int:
+    """Run all rounds on this rank."""
+    rounds = Rounds(arguments, topology, device)
+    rounds.run_all()
+    rounds.close()
     return 0
 
 
 def main() -> int:
-    """Take all turns that the store has not."""
+    """Run the rounds that are missing in the store."""
     arguments = parse_arguments()
     try:
         if "LOCAL_RANK" not in os.environ:
             check_launch(arguments)
         return on_ranks(
-            arguments, sys.argv[1:], lambda topology, device: take_turns(arguments, topology, device),
+            arguments, sys.argv[1:], lambda topology, device: run_rounds(arguments, topology, device),
             program=[str(Path(__file__).resolve())],
         )  # fmt: skip
     except ZcommError as error:

@@ -1,14 +1,14 @@
-"""Measure how each configuration's communication changes held-out loss on real text: same seeds, data and batches.
+"""Measure how the communication of each configuration changes held-out loss, with the same seeds, data and batches.
 
     python bench/convergence.py                            the tiny model, 3 seeds, 1,500 steps, on 4 ranks as 2 x 2
-    python bench/convergence.py --minutes 3                a part of it; the same command goes on where this stopped
+    python bench/convergence.py --minutes 3                stop after 3 minutes; run it again to resume
     python bench/convergence.py --model main --seeds 1     the main job's model; gpt2: transformers' GPT2LMHeadModel
-    python bench/convergence.py --steps 2000 --seeds 1 --only delta-hpz       how far replicas are from the masters
+    python bench/convergence.py --steps 2000 --seeds 1 --only delta-hpz       drift of the replicas from the masters
     python bench/convergence.py --outlier-at 200           rank 0's loss times --outlier-factor in that step
-    python bench/convergence.py --table                    trains nothing: the table and the plot of what there is
+    python bench/convergence.py --table                    train nothing; table and plot of the finished runs
 
-Every finished run is a JSON file in ``--results``, which is not run again. What the library refuses is a row with its
-error, and is tried again next time. Columns:
+Every finished run is a JSON file in ``--results``, and is not repeated. If the library refuses a configuration, its row
+shows the error, and it is tried again next time. Columns:
 
     held-out loss      nats per byte after the last step: mean over the seeds ± standard deviation
     minus bf16-zero3   the mean ± standard deviation of the differences with the same seed
@@ -51,23 +51,23 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=JOBS, default="tiny")
     parser.add_argument("--steps", type=int, default=1500)
-    parser.add_argument("--seeds", type=int, default=3, help="so many, from 1 on")
+    parser.add_argument("--seeds", type=int, default=3, help="number of seeds, from 1 on")
     parser.add_argument("--only", nargs="+", choices=CONFIGURATIONS, default=DEFAULT, metavar="NAME",
                         help=f"of {', '.join(CONFIGURATIONS)}; default: the first {len(DEFAULT)}")  # fmt: skip
     parser.add_argument("--eval-interval", type=int, default=50, help="steps between held-out losses")
     parser.add_argument("--outlier-at", type=int, metavar="STEP", help="inject a large gradient in this step")
     parser.add_argument("--outlier-factor", type=float, default=1e4)
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the finished runs")
-    parser.add_argument("--checkpoints", type=Path, default=Path("runs/convergence"), help="of runs under way")
-    parser.add_argument("--minutes", type=float, help="stop after so many, and go on from there next time")
-    parser.add_argument("--table", action="store_true", help="train nothing, show what there is")
-    parser.add_argument("--num-ranks", type=int, default=4, help="without torchrun")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder for finished runs")
+    parser.add_argument("--checkpoints", type=Path, default=Path("runs/convergence"), help="folder for unfinished runs")
+    parser.add_argument("--minutes", type=float, help="stop after this time; run again to resume")
+    parser.add_argument("--table", action="store_true", help="train nothing; show the finished runs")
+    parser.add_argument("--num-ranks", type=int, default=4, help="number of ranks, without torchrun")
     parser.add_argument("--ranks-per-node", type=int, help="default: torchrun's nodes; on one machine, two a node")
     return parser.parse_args()
 
 
 def keys(arguments: argparse.Namespace) -> list[Key]:
-    """The runs asked for, all configurations of a seed before the next seed."""
+    """The requested runs: all configurations of a seed, then the next seed."""
     return [
         Key(arguments.model, name, seed, arguments.steps, arguments.outlier_at)
         for seed in range(1, arguments.seeds + 1)
@@ -76,23 +76,23 @@ def keys(arguments: argparse.Namespace) -> list[Key]:
 
 
 class Session:
-    """What this command trains, on one process group."""
+    """The runs of this command, in one process group."""
 
     def __init__(self, arguments: argparse.Namespace, device: torch.device) -> None:
         self._arguments, self._device = arguments, device
-        self._begun = time.monotonic()
+        self._started = time.monotonic()
         self._settings = Settings(arguments.eval_interval, arguments.outlier_factor)
         self._text: Text = JOBS[arguments.model].text()
 
     def run(self) -> bool:
-        """Train what is not finished, in turn, until time is up; whether there was time for all."""
+        """Train the unfinished runs one after another until time is up; return whether all are finished."""
         done = [Record.read(key, self._arguments.results) for key in keys(self._arguments)]
         todo = [key for key, record in zip(keys(self._arguments), done, strict=True) if not _is_finished(record)]
         with tqdm(total=sum(key.steps for key in todo), unit="step", disable=dist.get_rank() != 0) as bar:
             return all(self._run_one(key, bar) for key in todo)
 
     def _run_one(self, key: Key, bar: tqdm) -> bool:
-        """Whether there was time for it."""
+        """Train one run; return whether it is finished."""
         topology = choose_topology(self._arguments.ranks_per_node)
         record = self._new_record(key, topology)
         bar.set_description(str(key))
@@ -100,7 +100,7 @@ class Session:
         with LibraryLog(record):
             try:
                 is_finished = self._train(record, topology, bar)
-            except Exception as error:  # the row of this run; the others go on
+            except Exception as error:  # recorded in the row of this run; the other runs continue
                 record.error = f"{type(error).__name__}: {error}".splitlines()[0]
                 bar.total -= key.steps - record.steps_done
         if is_finished and topology.rank == 0:
@@ -127,7 +127,7 @@ class Session:
 
     def _has_time(self) -> bool:
         minutes = self._arguments.minutes
-        return minutes is None or time.monotonic() - self._begun < 60 * minutes
+        return minutes is None or time.monotonic() - self._started < 60 * minutes
 
     def _new_record(self, key: Key, topology: Topology) -> Record:
         command = " ".join(["python", f"bench/{Path(sys.argv[0]).name}", *sys.argv[1:]])
@@ -140,7 +140,7 @@ def _is_finished(record: Record | None) -> bool:
 
 
 def report(arguments: argparse.Namespace, *, draws: bool) -> None:
-    """Print and keep the table, and the plot if it ``draws``, of all runs of this model, length and outlier."""
+    """Print and save the table, and if ``draws`` the plot, of all runs of this model, length and outlier."""
     alike = [
         record
         for record in Record.all_in(arguments.results)
@@ -176,7 +176,7 @@ def _head(records: Sequence[Record], entropy: float) -> str:
 
 
 def main() -> None:
-    """Train what is missing and report on rank 0."""
+    """Train the missing runs, and report on rank 0."""
     arguments = parse_arguments()
     if arguments.table:
         report(arguments, draws=True)

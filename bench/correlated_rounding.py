@@ -1,20 +1,21 @@
-"""Rounding that is correlated between ranks in a reduction, measured in PyTorch on synthetic and real data.
+"""Measure rounding that is correlated between the ranks of a reduction, in PyTorch, on synthetic and real data.
 
-    python bench/correlated_rounding.py            Gaussian, Laplace, and gradients of the main job
+    python bench/correlated_rounding.py            Gaussian, Laplace, and gradients of train_gpt.py
 
-The mean of L ranks has the mean of their rounding errors. Three ways to round int4 codes in blocks of 128, equal bytes:
+The error of the mean over L ranks is the mean of their rounding errors. Three ways to round int4 codes in blocks of
+128, all of the same bytes:
 
     nearest       the error is a function of the value: ranks with equal values have equal errors
-    stochastic    up or down by a random number of the rank's own
+    stochastic    up or down by a random number, independent on each rank
     correlated    the ranks share a random number u, and rank r takes u + r / L modulo 1: where the values are equal the
                   errors cancel in the sum ("Correlated Quantization for Distributed Mean Estimation", arXiv:2203.04925)
 
-and, beside them, nearest with a residual: what the last hop has lost, kept in int8 and added to the next step's values.
-``one hop``: L ranks. ``two hops``: two nodes of L ranks, int4 between the nodes, too, rounded to nearest there.
-``step`` is the relative error of the mean of one step, ``sum`` that of the sum of the means of all steps: what the
-weights see of a direction that persists. ``correlated+residual``: correlated inside the nodes, a residual between them;
-``int8+residual``: int8 to nearest inside the nodes, a residual between them. ``share`` is the part of a rank's gradient
-that all ranks have in common.
+A fourth column is nearest with a residual: the error of the last hop, kept in int8 and added to the next step's values.
+``one hop``: L ranks. ``two hops``: two nodes of L ranks, with int4 also between the nodes, rounded to nearest there.
+``step`` is the relative error of the mean of one step, ``sum`` that of the sum of the means of all steps, which shows
+how errors of a persistent direction add up in the weights. ``correlated+residual``: correlated inside the nodes, a
+residual between them; ``int8+residual``: int8 to nearest inside the nodes, a residual between them. ``share`` is the
+part of a rank's gradient that all ranks have in common.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ COLUMNS = [
     Column("int8_sum", "int8+residual", ".4f"),
 ]
 Encoded = Callable[[Sequence[Tensor]], Tensor]
-"""The values of L ranks [n] to the mean of what they decode to."""
+"""Encode and decode the values of L ranks [n]; return the mean."""
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -64,22 +65,24 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--numel", type=int, default=2**15, help="elements of every gradient")
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8], help="L: ranks of a node")
-    parser.add_argument("--shares", type=float, nargs="+", default=[0.0, 0.5, 0.9, 0.999], help="of made-up data")
-    parser.add_argument("--train-iters", type=int, default=30, help="steps of the model before its gradients are taken")
-    parser.add_argument("--batch-size", type=int, default=4, help="sequences of a rank and step, of the main job")
+    parser.add_argument(
+        "--shares", type=float, nargs="+", default=[0.0, 0.5, 0.9, 0.999], help="shares of the synthetic data"
+    )
+    parser.add_argument("--train-iters", type=int, default=30, help="training steps before gradients are taken")
+    parser.add_argument("--batch-size", type=int, default=4, help="sequences per step and rank, of the trained model")
     parser.add_argument("--data", type=Path, help="text for the model; default: the standard library's sources")
     parser.add_argument("--json", action="store_true")
     return parser.parse_args()
 
 
-def made_up(draw: Callable[[], Tensor], share: float, num_ranks: int, num_steps: int) -> list[list[Tensor]]:
-    """Gradients by step and rank: a direction that all steps and ranks have in common, and noise of each."""
+def synthetic(draw: Callable[[], Tensor], share: float, num_ranks: int, num_steps: int) -> list[list[Tensor]]:
+    """Gradients by step and rank: a direction common to all steps and ranks, plus independent noise."""
     signal = draw()
     return [[share**0.5 * signal + (1 - share) ** 0.5 * draw() for _ in range(num_ranks)] for _ in range(num_steps)]
 
 
-def from_the_main_job(arguments: argparse.Namespace, num_ranks: int) -> list[list[Tensor]]:
-    """Gradients of the main job's matrices by step and rank, of other sequences each, at weights that stay."""
+def of_trained_model(arguments: argparse.Namespace, num_ranks: int) -> list[list[Tensor]]:
+    """Gradients of some of train_gpt.py's matrices by step and rank, on different sequences, at fixed weights."""
     torch.manual_seed(0)
     config = GPTConfig()
     text = load_text(arguments.data, max_bytes=2_000_000, seq_length=config.seq_length)
@@ -109,7 +112,7 @@ def from_the_main_job(arguments: argparse.Namespace, num_ranks: int) -> list[lis
 
 
 def rounded(x: Tensor, uniform: Tensor | None) -> Tensor:
-    """``x`` through int4 codes: to nearest, or down, and up where ``uniform`` in [0, 1) is below the fraction."""
+    """``x`` rounded to int4 codes: to nearest, or up where ``uniform`` in [0, 1) is below the fraction, else down."""
     blocks, codec = x.view(-1, BLOCK), CODECS["int4"]
     headers, codes = encode_blocks(blocks, codec)
     if uniform is not None:
@@ -121,7 +124,7 @@ def rounded(x: Tensor, uniform: Tensor | None) -> Tensor:
 
 
 def mean_of(values: Sequence[Tensor]) -> Tensor:
-    """Of tensors of one shape."""
+    """The mean of tensors of one shape."""
     return torch.stack(list(values)).mean(0)
 
 
@@ -131,46 +134,46 @@ def nearest(of_ranks: Sequence[Tensor]) -> Tensor:
 
 
 def stochastic(of_ranks: Sequence[Tensor]) -> Tensor:
-    """Every rank draws numbers of its own."""
+    """Every rank draws independent random numbers."""
     return mean_of([rounded(x, torch.rand_like(x)) for x in of_ranks])
 
 
 def correlated(of_ranks: Sequence[Tensor]) -> Tensor:
-    """The ranks share their random numbers, moved by r / L."""
+    """The ranks share random numbers, shifted by r / L."""
     shared, num_ranks = torch.rand_like(of_ranks[0]), len(of_ranks)
     return mean_of([rounded(x, (shared + rank / num_ranks) % 1.0) for rank, x in enumerate(of_ranks)])
 
 
 def in_8_bits(of_ranks: Sequence[Tensor]) -> Tensor:
-    """Every rank rounds int8 codes to nearest: twice the bytes."""
+    """Every rank rounds to nearest int8 codes, which take twice the bytes."""
     return mean_of([through_int8(x) for x in of_ranks])
 
 
 def through_int8(x: Tensor) -> Tensor:
-    """``x`` as int8 codes have it."""
+    """``x`` rounded to int8 codes."""
     headers, codes = encode_blocks(x.view(-1, RESIDUAL_BLOCK), CODECS["int8"])
     return decode_blocks(headers, codes, CODECS["int8"]).view(-1)
 
 
 class WithResiduals:
-    """Rounding to nearest on the last hop, by senders that keep in int8 what it has lost."""
+    """Round to nearest on the last hop; each sender keeps the error in int8 and adds it to its next values."""
 
     def __init__(self, num_senders: int, numel: int) -> None:
-        """Residuals of zero."""
+        """Start with residuals of zero."""
         self._residuals = [torch.zeros(numel) for _ in range(num_senders)]
 
     def __call__(self, of_senders: Sequence[Tensor]) -> Tensor:
-        """The mean of what is sent."""
+        """Return the mean of the rounded values."""
         sent = []
         for index, x in enumerate(of_senders):
-            wanted = x + self._residuals[index]
-            sent.append(rounded(wanted, None))
-            self._residuals[index] = through_int8(wanted - sent[-1])
+            corrected = x + self._residuals[index]
+            sent.append(rounded(corrected, None))
+            self._residuals[index] = through_int8(corrected - sent[-1])
         return mean_of(sent)
 
 
 def reduced(gradients: list[list[Tensor]], hop_1: Encoded, hop_2: Encoded | None) -> list[Tensor]:
-    """The means of every step; ``hop_2``: between nodes, of what ``hop_1`` gives inside each."""
+    """The mean of every step; ``hop_2`` reduces the results of ``hop_1`` between nodes."""
     if hop_2 is None:
         return [hop_1(of_ranks) for of_ranks in gradients]
     per_node = len(gradients[0]) // NUM_NODES
@@ -181,7 +184,7 @@ def reduced(gradients: list[list[Tensor]], hop_1: Encoded, hop_2: Encoded | None
 
 
 def errors_of(means: list[Tensor], exact: list[Tensor]) -> tuple[float, float]:
-    """Relative errors: of a step, over all of them, and of their sum."""
+    """Relative errors of the steps' means, and of their sum."""
     got, expected = torch.stack(means).double(), torch.stack(exact).double()
     step = (got - expected).norm() / expected.norm()
     total = (got.sum(0) - expected.sum(0)).norm() / expected.sum(0).norm()
@@ -195,7 +198,7 @@ def share_of(gradients: list[list[Tensor]]) -> float:
 
 
 def measure(gradients: list[list[Tensor]], num_hops: int) -> dict[str, float]:
-    """The errors of every way to round."""
+    """Measure the errors of every way to round."""
     exact, numel = [mean_of(of_ranks) for of_ranks in gradients], gradients[0][0].numel()
     last = None if num_hops == 1 else nearest
     found = {}
@@ -211,7 +214,7 @@ def measure(gradients: list[list[Tensor]], num_hops: int) -> dict[str, float]:
 
 
 def cases(arguments: argparse.Namespace, num_ranks: int) -> Iterator[tuple[str, list[list[Tensor]]]]:
-    """Name and gradients of so many ranks, by step and rank."""
+    """Yield names and gradients of ``num_ranks`` ranks, by step and rank."""
     torch.manual_seed(0)
     draws: dict[str, Callable[[], Tensor]] = {
         "gauss": lambda: torch.randn(arguments.numel),
@@ -219,8 +222,8 @@ def cases(arguments: argparse.Namespace, num_ranks: int) -> Iterator[tuple[str, 
     }
     for name, draw in draws.items():
         for share in arguments.shares:
-            yield name, made_up(draw, share, num_ranks, arguments.steps)
-    yield "main job", from_the_main_job(arguments, num_ranks)
+            yield name, synthetic(draw, share, num_ranks, arguments.steps)
+    yield "main job", of_trained_model(arguments, num_ranks)
 
 
 def main() -> int:

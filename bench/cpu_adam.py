@@ -1,15 +1,15 @@
-"""One AdamW step in host memory, compared with torch's and with the bound of memory bandwidth.
+"""Time an AdamW step in host memory, compared with torch's and with the memory bandwidth.
 
     python bench/cpu_adam.py [--numel 10M,100M] [--threads 1,2] [--rounds 15] [--json]
 
-All contenders work on the same arrays, in turn, each round, and begin when all threads sleep: libgomp's, which torch's
-step uses, otherwise spin for milliseconds on the core where the next one's thread wants to start. ``bound`` is a kernel
-that reads and writes the same bytes with next to no arithmetic. GB/s: float32 AdamW reads 16 and writes 12 bytes a
-parameter. The bfloat16 rows are the step of a model in bfloat16 with float32 masters: ``zero`` reads the bfloat16
-gradient and writes the bfloat16 parameter in its one pass (28 bytes), torch casts the gradient, steps and casts the
-parameter (40 bytes); GB/s count 28 for both. ``moments bf16`` keeps them in bfloat16 (20 bytes). ``/bound``,
-``/torch``: times as fast as the bound, and as torch's fused or cast step: the median over the rounds.
-``#wrong`` counts elements further than 1e-5 from torch's fused step.
+All contenders work on the same arrays, interleaved, and start when all threads sleep: the threads of libgomp, which
+torch's step uses, spin for milliseconds after their work and would take the cores of the next contender. ``bound`` is a
+kernel that reads and writes the same bytes with almost no arithmetic. GB/s: float32 AdamW reads 16 and writes 12 bytes
+a parameter. The bfloat16 rows are the step of a bfloat16 model with float32 masters: ``zero`` reads the bfloat16
+gradient and writes the bfloat16 parameter in one pass (28 bytes); torch casts the gradient, steps and casts the
+parameter (40 bytes); GB/s counts 28 for both. ``moments bf16`` stores the moments in bfloat16 (20 bytes). ``/bound``
+and ``/torch`` are speed-ups over the bound and over torch's fused or cast step: medians over the rounds. ``#wrong``
+counts elements that differ from torch's fused step by more than 1e-5.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ COLUMNS = [
 OPTIONS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 TOLERANCE = 1e-5
 SPIN_S = 0.03
-"""Longer than libgomp's threads spin after their work, unless OMP_WAIT_POLICY says otherwise."""
+"""Longer than libgomp's threads spin after their work, unless OMP_WAIT_POLICY is set."""
 
 
 class State:
-    """The float32 arrays of one parameter, which every contender steps."""
+    """The float32 arrays of one parameter, which every contender updates."""
 
     def __init__(self, numel: int) -> None:
         torch.manual_seed(0)
@@ -59,13 +59,13 @@ class State:
         self.second = torch.rand(numel).add_(0.1)
 
     def give(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let ``optimizer`` use these arrays as its state."""
+        """Make these arrays the state of ``optimizer``."""
         moments = {"exp_avg": self.first, "exp_avg_sq": self.second}
         optimizer.state[self.param] = {"step": torch.tensor(100.0), **moments}
 
 
 def float32_contenders(state: State) -> dict[str, Callable[[], object]]:
-    """Steps of float32 parameters by float32 gradients."""
+    """Steps on float32 parameters with float32 gradients."""
     mine = CPUAdam([state.param], **OPTIONS)
     fused = torch.optim.AdamW([state.param], fused=True, **OPTIONS)
     foreach = torch.optim.AdamW([state.param], foreach=True, **OPTIONS)
@@ -88,7 +88,7 @@ def deepspeed_contender(state: State) -> Callable[[], object] | None:
     try:
         optimizer = DeepSpeedCPUAdam([state.param], adamw_mode=True, **OPTIONS)
     except Exception as error:
-        sys.stderr.write(f"DeepSpeedCPUAdam does not compete: {type(error).__name__}: {error}\n")
+        sys.stderr.write(f"DeepSpeedCPUAdam is not measured: {type(error).__name__}: {error}\n")
         return None
     optimizer.state[state.param] = {"step": 100, "exp_avg": state.first, "exp_avg_sq": state.second}
     step: Callable[[], object] = optimizer.step
@@ -96,7 +96,7 @@ def deepspeed_contender(state: State) -> Callable[[], object] | None:
 
 
 def bfloat16_contenders(state: State) -> dict[str, Callable[[], object]]:
-    """Steps of float32 masters by bfloat16 gradients, down to the bfloat16 parameter."""
+    """Steps on float32 masters with bfloat16 gradients, including the write back to the bfloat16 parameter."""
     mine = CPUAdam([state.param], **OPTIONS)
     fused = torch.optim.AdamW([state.param], fused=True, **OPTIONS)
     for optimizer in (mine, fused):
@@ -109,7 +109,7 @@ def bfloat16_contenders(state: State) -> dict[str, Callable[[], object]]:
     out = torch.empty_like(grad)
     cast = torch.empty_like(state.grad)
 
-    def by_torch() -> None:
+    def cast_and_step() -> None:
         state.param.grad = cast.copy_(grad)
         fused.step()
         out.copy_(state.param)
@@ -118,13 +118,13 @@ def bfloat16_contenders(state: State) -> dict[str, Callable[[], object]]:
     return {
         "zero": lambda: mine.step_tensor_(state.param, grad, mine.param_groups[0], out=out),
         "moments bf16": lambda: narrow.step_tensor_(state.param, grad, narrow.param_groups[0], out=out),
-        "torch casts": by_torch,
+        "torch casts": cast_and_step,
         "bound": lambda: step_(Rule.TRAFFIC, Factors(0.0, grad_factor=1e-12), arrays),
     }
 
 
 def count_wrong() -> int:
-    """Elements of a small step that differ from torch's fused one; the arrays of the rows are too large to copy."""
+    """Count wrong elements of a small step; the arrays of the rows are too large to copy."""
     stepped: list[Tensor] = []
     for make in (CPUAdam, lambda params, **options: torch.optim.AdamW(params, fused=True, **options)):
         state = State(100_003)
@@ -163,7 +163,7 @@ def _count(text: str) -> int:
 
 
 def main() -> int:
-    """Run all rows; 1 when a result is wrong."""
+    """Print all rows; return 1 if a result is wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--numel", default="10M,100M", help="parameters, a list (default 10M,100M; 400M needs 13 GB)")
     parser.add_argument("--threads", default="1,2", help="threads of every contender, a list (default 1,2)")

@@ -1,12 +1,12 @@
-"""install_ddp and install_fsdp2 under a third-party model: transformers' GPT2LMHeadModel, random weights, real text.
+"""Measure install_ddp and install_fsdp2 on a third-party model: transformers' GPT2LMHeadModel, trained on real text.
 
     python bench/drop_in.py                       DDP, 4 ranks as 2 nodes x 2, 300 steps a case
     python bench/drop_in.py --engine fsdp2 --steps 100 --recipes zeropp --json
 
-Every case trains the same model on the same batches (the standard library's source files, bytes as tokens); ``plain``
-is torch's own communication. The loss is over held-out text. ``M`` counts the bytes that cross between nodes in a step,
-in units of the bf16 model; ``vs bf16`` compares them with the same exchanges in bf16. ``#wrong`` counts a loss further
-than ``--tolerance`` from plain, and bytes above the limit of that recipe; the exit code is then 1.
+Every case trains the same model from the same random weights on the same batches (the standard library's source files,
+bytes as tokens). ``plain`` is torch's own communication. The loss is on held-out text. ``M`` is bytes between nodes in
+a step, in units of the bf16 model; ``vs bf16`` is their ratio to the same exchanges in bf16. ``#wrong`` counts a loss
+that differs from plain by more than ``--tolerance``, and bytes above the limit of the recipe; the exit code is then 1.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from zcomm._bench.launch import choose_topology, process_group, relaunch_under_t
 from zcomm.volume import inter_node_model_units
 
 LIMITS = {("ddp", "zeropp"): 0.40, ("ddp", "accurate"): 0.40, ("ddp", "smallest"): 0.27, ("fsdp2", "zeropp"): 0.45}
-"""Of the bytes between nodes of the same exchanges in bf16."""
+"""The most bytes between nodes, as a share of the same exchanges in bf16."""
 BF16 = Recipe(name="bf16", weights="bf16", gradients=("bf16", "bf16"), reduced="bf16", min_numel=0)
 COLUMNS = [
     Column("case", "case".rjust(18)),
@@ -52,7 +52,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine", choices=["ddp", "fsdp2"], default="ddp")
     parser.add_argument("--recipes", nargs="+", default=["zeropp", "smallest"], metavar="NAME")
-    parser.add_argument("--num-ranks", "--nproc", type=int, default=4, help="without torchrun")
+    parser.add_argument("--num-ranks", "--nproc", type=int, default=4, help="number of ranks, without torchrun")
     parser.add_argument("--ranks-per-node", type=int, help="default: torchrun's nodes; on one machine, two a node")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--batch-size", type=int, default=4, help="sequences per step and rank")
@@ -60,14 +60,14 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--hidden-size", type=int, default=192)
     parser.add_argument("--num-layers", type=int, default=2)
     parser.add_argument("--lr", type=float, default=1e-3)
-    parser.add_argument("--tolerance", type=float, default=0.02, help="of the loss, in nats")
-    parser.add_argument("--max-bytes", type=int, default=4_000_000, help="of text")
+    parser.add_argument("--tolerance", type=float, default=0.02, help="largest difference of the loss, in nats")
+    parser.add_argument("--max-bytes", type=int, default=4_000_000, help="bytes of text to read")
     parser.add_argument("--json", action="store_true", help="print JSON lines")
     return parser.parse_args()
 
 
 def build_model(arguments: argparse.Namespace, device: torch.device) -> nn.Module:
-    """The same on every rank: GPT-2 with random weights under DDP or FSDP2."""
+    """Build GPT-2 under DDP or FSDP2, with the same random weights on every rank."""
     config = GPT2Config(
         vocab_size=256, n_positions=arguments.seq_length, n_embd=arguments.hidden_size, n_layer=arguments.num_layers,
         n_head=4, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False, bos_token_id=0, eos_token_id=0,
@@ -90,7 +90,7 @@ def train(
     installed = install(model, recipe, topology=topology) if recipe is not None else None
     optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.lr, fused=True)
     global_batch = arguments.batch_size * topology.world_size
-    steps = arguments.steps if recipe is not BF16 else 1  # of which only the bytes are needed
+    steps = arguments.steps if recipe is not BF16 else 1  # only its bytes are needed
     started = time.perf_counter()
     with zcomm.traffic() as sent:
         for step in range(steps):
@@ -125,7 +125,7 @@ def loss_of(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
 
 
 def compare(arguments: argparse.Namespace, device: torch.device, topology: Topology) -> int:
-    """Train every case in turn and print a row each; the exit status."""
+    """Train one case after another, print a row for each, and return the exit status."""
     text = load_text(None, max_bytes=arguments.max_bytes, seq_length=arguments.seq_length)
     plain = train(arguments, None, text, device, topology)
     as_bf16 = train(arguments, BF16, text, device, topology)
@@ -148,13 +148,13 @@ def compare(arguments: argparse.Namespace, device: torch.device, topology: Topol
 
 
 def main() -> int:
-    """Run the comparison; 1 if a loss or the bytes are wrong."""
+    """Run the comparison; return 1 if a loss or the bytes are wrong."""
     arguments = parse_arguments()
     relaunch_under_torchrun(arguments.num_ranks)
     with process_group() as device:
         topology = choose_topology(arguments.ranks_per_node)
         if topology.num_nodes == 1:
-            raise SystemExit(f"bytes between nodes need several nodes: {topology}; pass --ranks-per-node")
+            raise SystemExit(f"there must be at least two nodes: {topology}; pass --ranks-per-node")
         status = compare(arguments, device, topology)
         topology.close()
     return status

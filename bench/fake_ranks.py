@@ -1,11 +1,11 @@
-"""Run one rank of a job without the others: torch's fake process group, and tensors on ``meta`` with addresses.
+"""Run one rank of a job without the others, on torch's fake process group and with tensors on ``meta``.
 
     with fake_ranks(16384, ranks_per_node=8) as topology:
         optimizer = ZeroOptimizer(model_on_meta, torch.optim.AdamW, topology=topology, stage=3)
 
-The code of zero and zcomm that runs is the real one, as rank 0. What is not: exchanges (a fake process group completes
-them at once, and everybody sends what this rank does), the arithmetic of kernels, and the checks that refuse ``meta``.
-Where code goes by addresses, a tensor on ``meta`` has one that no other memory has.
+The code of zero and zcomm runs unchanged, as rank 0, except for exchanges (the fake process group completes them at
+once, as if every rank sent this rank's data), the arithmetic of kernels, and the checks that refuse ``meta``. Code that
+compares addresses gets a unique one for each tensor on ``meta``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["compute_nothing", "fake_ranks", "num_exchanges"]
 
 KERNELS = ("quantize", "decode", "decode_sum", "decode_sum_requantize", "quantize_difference", "decode_add")
 ADDRESS_BITS = 48
-"""Of a storage; what is above numbers them."""
+"""Bits of the address inside a storage; the bits above number the storages."""
 
 _real_address, _real_storage_address = Tensor.data_ptr, torch.UntypedStorage.data_ptr
 _check_sendable, _check_model = route.check_sendable, model_layout.check_model
@@ -52,18 +52,18 @@ def _check_sendable_or_meta(name: str, tensor: object) -> Tensor:
 
 
 def _check_model_or_meta(model: nn.Module) -> torch.device:
-    """Where an optimizer is tried: no computation on ``meta`` has a result to compare."""
+    """Return the device for the optimizer check, which compares results: the CPU if the model is on ``meta``."""
     is_meta = all(param.is_meta for param in model.parameters())
     return torch.device("cpu") if is_meta else _check_model(model)
 
 
 def compute_nothing(*_: Any, **__: Any) -> None:
-    """In the place of a kernel."""
+    """Stand in for a kernel."""
 
 
 @contextmanager
 def fake_ranks(world_size: int, ranks_per_node: int) -> Iterator[Topology]:
-    """Be rank 0 of ``world_size`` ranks inside; torch.distributed must not be initialised."""
+    """Run the body as rank 0 of ``world_size`` ranks; torch.distributed must not be initialized."""
     dist.init_process_group("fake", store=HashStore(), rank=0, world_size=world_size)
     with ExitStack() as stack:
         stack.callback(dist.destroy_process_group)
@@ -80,7 +80,7 @@ def fake_ranks(world_size: int, ranks_per_node: int) -> Iterator[Topology]:
 
 
 def num_exchanges(topology: Topology) -> int:
-    """The exchanges that this rank has started over ``topology`` and its companions."""
+    """Count the exchanges that this rank has started over ``topology`` and its companions."""
     topologies = (topology, topology.companion, topology.companion.companion)
     hops = [hop for t in topologies for hop in (t.world, t.intra, t.inter, t.on_host)]
     return sum(log.num_started for log in {id(hop.log): hop.log for hop in hops}.values())

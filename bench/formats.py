@@ -3,11 +3,11 @@
     python bench/formats.py                       every format on every kind of data, 1 Mi elements
     python bench/formats.py --formats int4 nf4 int4/64:hadamard --json
 
-The data: Gaussian, Laplace and Student-t (3 degrees of freedom) numbers; and gradients and weights of the main job's
-model after ``--train-iters`` steps on its text. ``error`` is the relative error |decoded - x| / |x| in Euclidean norms
-of one encoding; ``bias`` that of the mean of 64 encodings, which only random rounding brings down: what a sum over many
-steps would see. ``#wrong`` counts elements whose error exceeds the format's own bound, half a step of its codes (a
-whole one with stochastic rounding; not bounded under a rotation).
+The data: Gaussian, Laplace and Student-t (3 degrees of freedom) numbers; and gradients and weights of the model of
+train_gpt.py after ``--train-iters`` steps. ``error`` is the relative error |decoded - x| / |x| in Euclidean norms of
+one encoding; ``bias`` is that of the mean of 64 encodings, as in a sum over many steps: only stochastic rounding
+reduces it. ``#wrong`` counts elements whose error exceeds the format's bound: half a step of its codes, or one step
+with stochastic rounding; with rotation there is no bound.
 """
 
 from __future__ import annotations
@@ -44,17 +44,14 @@ COLUMNS = [
     Column("decode_gbps", "decode(GB/s)", ".2f", is_measurement=True),
 ]
 NUM_REPEATS = 64
-# Half the distance between neighbouring codes, over the block's largest magnitude, at its widest; rounding of the scale
-# up to bf16 (2^-7) widens it.
-HALF_STEPS = {"int8": 0.5 / 127, "int4": 0.5 / 7, "nf4": (8 - 5.5625) / 16, "fp8_e4m3": 16 / 448}
 CAST_BOUNDS = {"bf16": 2.0**-8, "fp16": 2.0**-11}
-SLACK = 1 + 2.0**-7
+SLACK = 1 + 2.0**-7  # the scale is rounded up to bf16
 
 
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--numel", type=int, default=2**20, help="elements of the made-up tensors")
+    parser.add_argument("--numel", type=int, default=2**20, help="elements of the synthetic tensors")
     parser.add_argument("--formats", nargs="+", default=FORMATS, metavar="FORMAT", help="such as int4/64:hadamard")
     parser.add_argument("--train-iters", type=int, default=30, help="steps of the model before its tensors are taken")
     parser.add_argument("--data", type=Path, help="text for the model; default: the standard library's sources")
@@ -64,8 +61,8 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def made_up(numel: int) -> dict[str, Tensor]:
-    """Float32 [numel] of each distribution, the same on every machine."""
+def synthetic(numel: int) -> dict[str, Tensor]:
+    """Draw float32 [numel] from each distribution, the same on every machine."""
     torch.manual_seed(0)
     return {
         "gauss": torch.randn(numel),
@@ -74,8 +71,8 @@ def made_up(numel: int) -> dict[str, Tensor]:
     }
 
 
-def from_the_main_job(num_steps: int, data: Path | None) -> dict[str, Tensor]:
-    """Gradients and weights of all matrices of the model after some AdamW steps, float32, one flat tensor each."""
+def of_trained_model(num_steps: int, data: Path | None) -> dict[str, Tensor]:
+    """Return gradients and weights of all matrices after some AdamW steps, one flat float32 tensor each."""
     torch.manual_seed(0)
     config = GPTConfig()
     text = load_text(data, max_bytes=2_000_000, seq_length=config.seq_length)
@@ -94,32 +91,32 @@ def from_the_main_job(num_steps: int, data: Path | None) -> dict[str, Tensor]:
 
 
 def tensors_of(arguments: argparse.Namespace) -> Iterator[tuple[str, Tensor]]:
-    """Name and values of everything that is encoded; the model is trained when its turn comes."""
-    yield from made_up(arguments.numel).items()
-    yield from from_the_main_job(arguments.train_iters, arguments.data).items()
+    """Yield name and values of all data; the model is trained only when its data is needed."""
+    yield from synthetic(arguments.numel).items()
+    yield from of_trained_model(arguments.train_iters, arguments.data).items()
 
 
 class Coder:
-    """One format on one tensor: encode, decode, and what that costs and loses."""
+    """Encode and decode one tensor in one format, and measure the error."""
 
     def __init__(self, format: Format, x: Tensor) -> None:
-        """Room for the message of ``x`` and for its decoded values."""
+        """Allocate the message of ``x`` and the decoded values."""
         self.format, self.x = format, x
         self.layout: MessageLayout = layout_of("bench", format, x.dtype, 1, x.numel())
         self.message = self.layout.new(1, x.device)
         self.decoded = torch.empty_like(x)
 
     def encode(self, step: int = 0) -> None:
-        """``x`` to ``message``; ``step`` chooses the random numbers."""
+        """Encode ``x`` to ``message``; ``step`` selects the random numbers."""
         draw = Draw(seed=0, step=step) if self.format.is_random else None
         kernels.quantize(self.x, self.layout, self.message, 0, 0, draw)
 
     def decode(self) -> None:
-        """``message`` to ``decoded``."""
+        """Decode ``message`` to ``decoded``."""
         kernels.decode(self.message, self.layout, self.decoded, 0, 0)
 
     def relative_error(self, values: Tensor) -> float:
-        """Of ``values`` against ``x``."""
+        """The relative error of ``values`` as an approximation of ``x``."""
         return float((values - self.x).norm() / self.x.norm())
 
     def bias(self) -> float:
@@ -134,7 +131,7 @@ class Coder:
         return self.relative_error(mean)
 
     def count_wrong(self) -> int:
-        """Elements whose error is above the format's bound."""
+        """Count elements whose error exceeds the format's bound."""
         error = (self.decoded - self.x).abs()
         if self.format.rotation is not None:
             return int(self.decoded.isnan().sum())
@@ -145,22 +142,22 @@ class Coder:
         return int((error > SLACK * self._largest_error() + 1e-30).sum())
 
     def _largest_error(self) -> Tensor:
-        """The bound of every element."""
-        block = self.format.block
+        """The error bound of every element."""
+        block, codec = self.format.block, self.layout.codec
         missing = -self.x.numel() % block
         blocks = torch.cat([self.x, self.x[-1:].expand(missing)]).view(-1, block)
         if self.format.symmetric:
-            bound = blocks.abs().amax(1, keepdim=True) * HALF_STEPS[self.format.name]
+            bound = blocks.abs().amax(1, keepdim=True) * codec.relative_rounding
         else:
             # The zero point lies below the minimum by at most a bf16 step of it, which widens the range.
             low, high = blocks.amin(1, keepdim=True), blocks.amax(1, keepdim=True)
-            bound = (high - low + low.abs() * 2.0**-7) / (2 ** (8 if self.format.name == "int8" else 4) - 1) / 2
+            bound = (high - low + low.abs() * 2.0**-7) / codec.qmax / 2
         bound = bound * 2 if self.format.is_random else bound
         return bound.expand(-1, block).reshape(-1)[: self.x.numel()]
 
 
 def measure(coder: Coder, rounds: int) -> dict[str, float]:
-    """Rates in GB/s of bytes read plus bytes written."""
+    """Measure rates in GB/s of bytes read plus bytes written."""
     cases: dict[str, Callable[[], object]] = {"quantize": coder.encode, "decode": coder.decode}
     times = interleave(cases, rounds=rounds)
     nbytes = coder.x.nbytes + coder.message.nbytes
@@ -168,7 +165,7 @@ def measure(coder: Coder, rounds: int) -> dict[str, float]:
 
 
 def main() -> int:
-    """Print the table; 1 if any element is further off than its format allows."""
+    """Print the table; return 1 if an element exceeds its format's error bound."""
     arguments = parse_arguments()
     formats = [get_format(name) for name in arguments.formats]
     if arguments.threads:

@@ -29,7 +29,7 @@ class GPTConfig:
     """Matrix products are computed in this dtype; None: in the parameters' own."""
 
     def __post_init__(self) -> None:
-        """Refuse a head width that is not a whole number."""
+        """Refuse a hidden size that the heads do not divide."""
         if self.hidden_size % self.num_attention_heads:
             msg = (
                 "hidden_size must be a multiple of num_attention_heads: "
@@ -79,7 +79,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """The whole model. ``forward`` returns the loss, so that a training loop needs nothing else."""
+    """The full model. ``forward`` returns the loss, so that a training loop needs nothing else."""
 
     def __init__(self, config: GPTConfig) -> None:
         """Create the layers and initialize them as GPT-2 does: normal(0, 0.02), smaller before a residual sum."""
@@ -111,7 +111,7 @@ class GPT(nn.Module):
         return self.head(self.final_norm(x))
 
     def run_block(self, block: nn.Module, x: Tensor) -> Tensor:
-        """Run one block; for subclasses that keep less of it for backward."""
+        """Run one block; subclasses override it to checkpoint activations."""
         return block(x)
 
 

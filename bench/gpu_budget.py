@@ -1,4 +1,4 @@
-"""The time budget of a step of gpu_check.py; without gpu_check.py there is no limit."""
+"""The time limit that gpu_check.py sets for its steps; a script started without it has no limit."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import time
 __all__ = ["LIMIT", "is_spent"]
 
 LIMIT = "GPU_CHECK_LIMIT_S"
-"""The environment variable with the seconds after which the step is killed."""
+"""Environment variable: the seconds after which the step is killed."""
 KEPT_SHARE = 0.2
-"""Of that, for what is under way when no other case is begun any more, and for the end."""
-_BEGUN_AT = time.monotonic()
+"""The share of the limit kept for the case in progress and for the end; no new case starts in it."""
+_STARTED_AT = time.monotonic()
 
 
 def is_spent() -> bool:
-    """Whether no other case should be begun."""
+    """Whether it is too late to start another case."""
     limit = os.environ.get(LIMIT)
-    return limit is not None and time.monotonic() - _BEGUN_AT > (1 - KEPT_SHARE) * float(limit)
+    return limit is not None and time.monotonic() - _STARTED_AT > (1 - KEPT_SHARE) * float(limit)

@@ -1,4 +1,4 @@
-"""Describe this machine for gpu_check.py: its GPU, versions, tools, and what is missing. It needs no package."""
+"""Describe this machine for gpu_check.py: GPU, versions, tools, missing packages. Needs only the standard library."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["GPU", "TEST_PACKAGES", "Machine", "look", "nvcc"]
 
 BUILD_PACKAGES = ("scikit-build-core", "nanobind")
 TEST_PACKAGES = {"pytest": "pytest", "pytest-timeout": "pytest_timeout", "pytest-xdist": "xdist"}
-"""Distribution -> module; of these only pytest must be there."""
+"""Distribution -> module; only pytest is required."""
 VERSIONS = ("torch", "triton", "numpy", "nanobind", "scikit-build-core", "pytest", "deepspeed")
 ROOT = Path(__file__).parents[1]
 PROBE_LIMIT_S = 60
@@ -26,7 +26,7 @@ PROBE_LIMIT_S = 60
 
 @dataclass(frozen=True)
 class GPU:
-    """The first GPU, as torch sees it."""
+    """The first GPU, as torch reports it."""
 
     name: str
     capability: tuple[int, int]
@@ -35,13 +35,13 @@ class GPU:
 
     @property
     def architecture(self) -> str:
-        """As CMake writes it."""
+        """The architecture in the notation of CMake."""
         return "".join(map(str, self.capability))
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What was found."""
+    """The GPU and the facts of this machine."""
 
     gpu: GPU | None
     reason: str
@@ -49,11 +49,11 @@ class Machine:
     facts: dict[str, str] = field(default_factory=dict)
 
     def missing(self, packages: dict[str, str]) -> list[str]:
-        """Those of ``packages``, distribution -> module, that cannot be imported."""
+        """Return those of ``packages`` (distribution -> module) that cannot be imported."""
         return [name for name, module in packages.items() if importlib.util.find_spec(module) is None]
 
     def build_problem(self) -> str:
-        """Why the package cannot be built for this GPU without a network; empty if it can."""
+        """Return why the package cannot be built here without network access; empty if it can."""
         absent = [name for name in BUILD_PACKAGES if not _version(name)]
         if absent:
             return f"not installed: {', '.join(absent)}"
@@ -65,7 +65,7 @@ class Machine:
 
 
 def nvcc() -> str:
-    """The path of the CUDA compiler, or nothing."""
+    """Return the path of the CUDA compiler; empty if there is none."""
     homes = [os.environ.get(name, "") for name in ("CUDA_HOME", "CUDA_PATH")]
     places = [os.environ.get("CUDACXX", ""), shutil.which("nvcc") or ""]
     places += [f"{home}/bin/nvcc" for home in (*homes, "/usr/local/cuda") if home]
@@ -73,7 +73,7 @@ def nvcc() -> str:
 
 
 def look(commit: str = "") -> Machine:
-    """Look at this machine; ``commit`` where the tree is not under git."""
+    """Inspect this machine; ``commit`` is reported if the tree is not a git repository."""
     found = _probe()
     reason, gpu = found.pop("reason"), None
     if "gpu" in found:
@@ -117,7 +117,7 @@ else:
         found["reason"] = (str(error).splitlines() or [repr(error)])[0].rstrip(".")
 print(json.dumps(found))
 """
-"""In a process of its own: this one must not hold the GPU, nor end with a library that crashes."""
+"""Runs in a separate process: this one must not hold the GPU, and must survive a crash in a library."""
 
 
 def _probe() -> dict[str, Any]:
@@ -125,10 +125,10 @@ def _probe() -> dict[str, Any]:
         command = [sys.executable, "-c", PROBE]
         done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_LIMIT_S, check=False)
     except subprocess.TimeoutExpired:
-        return {"reason": f"torch did not say within {PROBE_LIMIT_S} s what GPU there is"}
+        return {"reason": f"torch did not report a GPU within {PROBE_LIMIT_S} s"}
     lines = done.stdout.strip().splitlines()
     if done.returncode or not lines:
-        return {"reason": f"looking for it with torch ended with exit code {done.returncode}"}
+        return {"reason": f"the process that asks torch for a GPU ended with exit code {done.returncode}"}
     found: dict[str, Any] = json.loads(lines[-1])
     return found
 

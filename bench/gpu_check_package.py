@@ -1,9 +1,9 @@
-"""The package that the steps of gpu_check.py import: as it is installed, or else its source tree, copied as a package.
+"""Find the package for the steps of gpu_check.py: the installed one, or else a copy of the source tree.
 
-    python bench/gpu_check_package.py         copies it to a temporary folder, and says whether it can be imported
+    python bench/gpu_check_package.py         copy it to a temporary folder, and report whether it can be imported
 
-A source tree that was not built has no native module, and so no CUDA kernels, no CPU kernels and no communicator of its
-own; with Triton and torch's NCCL it has everything else. Nothing here needs more than Python's standard library.
+The source tree without a build has no native module: no CUDA kernels, CPU kernels or NCCL communicator of zcomm.
+Everything else works, with Triton and torch's NCCL. This module needs only Python's standard library.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ FOLDERS = {
     "bench": "bench",
     "tests": "tests",
 }
-LEFT_OUT = shutil.ignore_patterns("__pycache__", "*.so", "results", "mutants")
+IGNORED = shutil.ignore_patterns("__pycache__", "*.so", "results", "mutants")
 LIMIT_S = 30.0
 
 
 def copy_source(folder: Path) -> None:
-    """Copy the source tree to ``folder`` in the places where a wheel has it, with a version for importlib.metadata."""
+    """Copy the source tree to ``folder`` in the layout of a wheel, with metadata for importlib.metadata."""
     shutil.rmtree(folder, ignore_errors=True)
     for source, target in FOLDERS.items():
-        shutil.copytree(ROOT / source, folder / target, ignore=LEFT_OUT)
+        shutil.copytree(ROOT / source, folder / target, ignore=IGNORED)
     project = (ROOT / "pyproject.toml").read_text()
     shutil.copy(ROOT / "pyproject.toml", folder)
     found = {name: re.search(rf'^{name} = "([^"]+)"$', project, re.MULTILINE) for name in ("name", "version")}
@@ -48,7 +48,7 @@ def copy_source(folder: Path) -> None:
 
 
 def facts_at(place: Place) -> dict[str, str] | None:
-    """What ``zcomm env`` says there, flat; nothing if it takes too long, None if the package cannot be imported."""
+    """Return the output of ``zcomm env``, flat; {} on a timeout, None if the package cannot be imported."""
     command = [sys.executable, "-m", "zcomm", "env", "--json"]
     environment = {**os.environ, **place.environment}
     try:
@@ -64,16 +64,16 @@ def facts_at(place: Place) -> dict[str, str] | None:
 
 
 class Package:
-    """Where steps find the package: as it is installed, or a copy of its source tree."""
+    """The package for the steps: the installed one, or a copy of the source tree."""
 
     def __init__(self, folder: Path) -> None:
-        """``folder`` is where the source tree is copied to, if it has to be."""
+        """``folder`` is the target of the copy, if one is needed."""
         self._folder = folder
         self.is_installed = True
         self.facts: dict[str, str] = {}
 
     def find(self) -> Place:
-        """Look once the package has had its chance to be installed; it takes seconds, as importing torch does."""
+        """Find the package; call it after the build. Takes seconds, as it imports torch."""
         facts = facts_at(Place(Path("/"), {}))
         place = Place(ROOT, {})
         if facts is None:
@@ -86,7 +86,7 @@ class Package:
 
 
 def main() -> int:
-    """Copy, and import the copy; 1 if that fails."""
+    """Copy the source tree and import the copy; return 1 if that fails."""
     with tempfile.TemporaryDirectory() as folder:
         copy_source(Path(folder))
         facts = facts_at(Place(Path(folder), {"PYTHONPATH": folder}))

@@ -1,4 +1,4 @@
-"""The steps of gpu_check.py, their budgets, and how their output is parsed."""
+"""Define the steps of gpu_check.py: commands, time budgets, and parsers of their output."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -25,20 +25,20 @@ KERNELS, RANKS = "tests/cuda/test_gpu.py", "tests/zcomm/test_nccl_gpu.py"
 PYTHON = sys.executable
 ROOT = Path(__file__).parents[1]
 GOALS = {"quantize": 0.90, "decode": 0.90, "requantize": 0.85}
-"""Of the rate of a copy, from ``GOAL_NBYTES`` up."""
+"""Goals as shares of the rate of a copy, for arrays of ``GOAL_NBYTES`` and more."""
 GOAL_NBYTES = 64 * 2**20
-EVERYWHERE = {
+COMMON_ENVIRONMENT = {
     "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "PYTHONUNBUFFERED": "1",
 }  # fmt: skip
-"""One machine, which may have no network; and what a step printed before it was stopped is wanted."""
-REHEARSED = {"ZCOMM_NCCL": "emulated"}
-"""The stand-in for NCCL, which takes tensors in memory."""
-SHARED = {"ZCOMM_KERNELS": "cuda", "ZCOMM_TEST_TIMEOUT_S": "110"}
-"""The Triton kernels would be compiled on every rank; processes that share a GPU take turns, which takes time."""
+"""One machine, possibly without a network; unbuffered, so that the output of a killed step is kept."""
+REHEARSAL_ENVIRONMENT = {"ZCOMM_NCCL": "emulated"}
+"""Emulated NCCL, which takes host tensors."""
+SHARED_GPU = {"ZCOMM_KERNELS": "cuda", "ZCOMM_TEST_TIMEOUT_S": "110"}
+"""CUDA kernels, as every rank would compile the Triton kernels; a longer timeout, as the processes share the GPU."""
 
 
 class Budget(NamedTuple):
-    """Seconds of a step; 0: it is left out."""
+    """Seconds of a step in each mode; 0: the step is left out."""
 
     full: float
     quick: float
@@ -65,19 +65,19 @@ BUDGETS = {
     "compute-sanitizer racecheck": Budget(7, 0, 13),
     "compute-sanitizer initcheck": Budget(6, 0, 13),
 }
-"""In the order of the steps: what a GPU decides first. What a step leaves over goes to those after it."""
+"""In the order of the steps: measurements first. Time that a step does not use goes to those after it."""
 OWN_S = 4.0
-"""For the start of gpu_check.py itself, and its end."""
+"""Seconds for the start and the end of gpu_check.py itself."""
 
 
 def deadline_s(mode: Mode) -> float:
-    """Within which gpu_check.py ends."""
+    """Return the seconds within which gpu_check.py ends."""
     return OWN_S + sum(getattr(budget, mode) for budget in BUDGETS.values())
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What was asked for."""
+    """The machine and the options."""
 
     machine: Machine
     mode: Mode = "full"
@@ -86,7 +86,7 @@ class Plan:
 
 
 def read_tests(text: str) -> tuple[str, str]:
-    """Pytest's last line; skipped if no test has passed."""
+    """Return verdict and summary line of pytest's output; the verdict is SKIP if no test passed."""
     summaries = [
         line for line in text.splitlines() if re.search(r"\b\d+ (passed|failed|skipped|error|deselected)", line)
     ]
@@ -100,13 +100,13 @@ def read_tests(text: str) -> tuple[str, str]:
 
 
 def _read_required_tests(text: str) -> tuple[str, str]:
-    """The same, where it is a failure that no test has passed."""
+    """The same, but FAIL if no test passed."""
     verdict, note = read_tests(text)
     return (FAIL if verdict == SKIP else verdict), note
 
 
 def read_kernels(text: str) -> tuple[str, str]:
-    """Of the rows from 64 MiB up: the worst share of the copy rate of each operation, and whether a goal is missed."""
+    """Return the smallest share of the copy rate of each operation from 64 MiB up, and the number of missed goals."""
     rows = [json.loads(line) for line in text.splitlines() if line.startswith('{"operation"')]
     shares: dict[str, float] = {}
     for row in rows:
@@ -115,24 +115,24 @@ def read_kernels(text: str) -> tuple[str, str]:
             shares[operation] = min(row["over_copy"], shares.get(operation, 9.0))
     missed = sum(share < GOALS.get(name, 0.0) for name, share in shares.items())
     note = ", ".join(f"{name} {share:.2f}" for name, share in shares.items())
-    note = f"least share of the copy rate from 64 MiB: {note or '-'}"
+    note = f"smallest share of the copy rate from 64 MiB: {note or '-'}"
     return PASS, f"{note}; {missed} below the goal" if missed else note
 
 
 def make_steps(plan: Plan) -> list[Step]:
-    """Every step of the plan's mode, in order; those that cannot be begun say why."""
+    """Return every step of the plan's mode, in order; a step that cannot run has a reason."""
     steps = {step.name: step for step in (_build(plan), *_figures(plan), *_tests(plan), *_sanitizers(plan))}
     chosen = []
     for name, budget in BUDGETS.items():
         if name != ENVIRONMENT and (seconds := getattr(budget, plan.mode)):
             step = steps[name]
-            told = EVERYWHERE | (REHEARSED if plan.mode == "rehearsed" else {})
-            chosen.append(replace(step, budget_s=seconds, environment={**told, **step.environment}))
+            environment = COMMON_ENVIRONMENT | (REHEARSAL_ENVIRONMENT if plan.mode == "rehearsed" else {})
+            chosen.append(replace(step, budget_s=seconds, environment={**environment, **step.environment}))
     return chosen
 
 
 def _refusal(reason: str) -> list[str]:
-    """A command that fails for ``reason``."""
+    """Return a command that fails with ``reason``."""
     return [PYTHON, "-c", f"raise SystemExit({reason!r})"]
 
 
@@ -145,7 +145,9 @@ def _build(plan: Plan) -> Step:
     command = [PYTHON, "-m", "pip", "install", "--no-index", "--no-build-isolation", "--no-deps", "-v"]
     command += [f"-Cbuild-dir={folder}", "-e", "."]
     if problem := plan.machine.build_problem():
-        command = _refusal(f"the package cannot be built: {problem}; --no-build uses it as it is installed, or unbuilt")
+        command = _refusal(
+            f"the package cannot be built: {problem}; --no-build uses the installed package or the source tree"
+        )
     environment = {
         "ZCOMM_CUDA": "ON",
         "CUDAARCHS": f"{gpu.architecture}-real",
@@ -158,20 +160,20 @@ def _build(plan: Plan) -> Step:
 
 
 def _read_build(text: str) -> tuple[str, str]:
-    """For which GPU, and the first error of a compiler."""
+    """Return the architecture that was built for, and the first compiler error."""
     found = re.findall(r"zcomm: (CUDA .*)$", text, re.MULTILINE)[:1]
     return PASS, "; ".join(found + re.findall(r"^.*\berror: .*$", text, re.MULTILINE | re.IGNORECASE)[:1])
 
 
 class _Command(NamedTuple):
-    """A script with its words by mode, on so many ranks."""
+    """A script, its arguments in each mode, and its number of ranks."""
 
     script: str
     full: str
     quick: str
     rehearsed: str
     num_ranks: int = 0
-    """0: without ranks."""
+    """0: it runs without a process group."""
 
 
 LARGE = "--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 --batch-size 8"
@@ -213,7 +215,7 @@ COMMANDS = {
         "gpu_offload.py", "", "", TINY.replace("--num-attention-heads 2 ", ""),
     ),
 }  # fmt: skip
-"""The size and the contender that say most come first: what is left when the time is over is named, not measured."""
+"""The most important sizes and contenders come first: those that time does not allow are named, not measured."""
 REHEARSED_RANKS = 2
 
 
@@ -232,14 +234,14 @@ def _figures(plan: Plan) -> list[Step]:
 
 
 def _pytest(plan: Plan, *arguments: str, workers: int = 1) -> list[str]:
-    """Pytest with a limit on each test, as far as its plugins are there; warnings are no errors here."""
-    if plan.mode == "rehearsed":  # as quick as pytest can be: what is rehearsed is the step
+    """Return a pytest command with a timeout for each test if the plugin is installed; warnings are not errors."""
+    if plan.mode == "rehearsed":  # as fast as possible: only the step is rehearsed
         quick = ["--noconftest", "-p", "no:hypothesispytest", "-q", "-o", "addopts="]
         return [PYTHON, "-m", "pytest", *quick, "tests/test_documents.py", "-k", "version"]
     missing = plan.machine.missing(TEST_PACKAGES)
     if "pytest" in missing:
         return _refusal("pytest is not installed")
-    # Strict about settings and markers, as addopts has it, pytest would refuse those of the plugins that are not there.
+    # Without addopts: its strict settings and markers would refuse those of plugins that are not installed.
     command = [PYTHON, "-m", "pytest", "-m", "gpu", "-q", "-rsfE", "-W", "default", "-o", "addopts="]
     if "pytest-timeout" not in missing:
         command += ["-o", "timeout=120"]
@@ -249,7 +251,7 @@ def _pytest(plan: Plan, *arguments: str, workers: int = 1) -> list[str]:
 
 
 def gpu_test_files() -> list[str]:
-    """Files with tests marked ``gpu``; not all of tests/: others may need packages that are not there."""
+    """Return the files with tests marked ``gpu``; other files may import packages that are not installed."""
     return sorted(str(p.relative_to(ROOT)) for p in (ROOT / "tests").rglob("test_*.py") if "mark.gpu" in p.read_text())
 
 
@@ -259,14 +261,14 @@ def _tests(plan: Plan) -> list[Step]:
     others = [path for path in gpu_test_files() if path not in (KERNELS, RANKS)]
     shared = {"OMP_NUM_THREADS": "2"}
 
-    def step(name: str, *arguments: str, workers: int = 1, told: Sequence[tuple[str, str]] = ()) -> Step:
+    def step(name: str, *arguments: str, workers: int = 1, environment: Mapping[str, str] | None = None) -> Step:
         command = _pytest(plan, *arguments, workers=workers)
         read = _read_required_tests if name == CUDA_TESTS and plan.builds else read_tests
-        return Step(name, command, environment={**shared, **dict(told)}, read=read)
+        return Step(name, command, environment={**shared, **(environment or {})}, read=read)
 
     return [
         step(CUDA_TESTS, KERNELS, "-k", "not triton", workers=workers),
-        step("ranks that share the GPU, over NCCL", RANKS, told=list(SHARED.items())),
+        step("ranks that share the GPU, over NCCL", RANKS, environment=SHARED_GPU),
         step("streams and host synchronizations", *others),
         step(TRITON_TESTS, KERNELS, "-k", "triton", workers=workers),
     ]
@@ -279,7 +281,7 @@ def _sanitizers(plan: Plan) -> list[Step]:
     tests = _pytest(
         plan, KERNELS, "-k", "not triton and messages and dtype1 and (int8 or nf4) and not 1024 and not 512"
     )
-    # Each tensor is an allocation of its own, whose ends the tool knows.
+    # No caching: each tensor is a separate allocation, so that the tool sees accesses beyond its ends.
     environment = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "OMP_NUM_THREADS": "2"}
     steps = []
     for tool in ("memcheck", "racecheck", "initcheck"):

@@ -1,11 +1,12 @@
-"""The record of a check, on disk: each figure is written before the next one is measured.
+"""Record the figures of a check on disk: each is written before the next one is measured.
 
     figures.jsonl   a line for each figure, appended: the step, seconds since the start, the row that the step printed
-    figures.md      the same as tables, with the outcome of each step; replaced by a rename, so never half written
+    figures.md      the same as tables, with the outcome of each step; replaced atomically, by a rename
     steps.log       the output of all steps
 
-A step prints a figure as a line of JSON with ``num_wrong``, as BenchReport in zcomm._bench.harness does; with
-``unavailable`` it is the reason why there is none. Lines with ``context`` alone are shown below the step's name.
+A step prints a figure as a line of JSON with ``num_wrong``, as BenchReport in zcomm._bench.harness does. With the key
+``unavailable`` the line gives the reason why there is no figure. Lines with only ``context`` are shown below the step's
+name.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from typing import Any
 __all__ = ["FAIL", "LATE", "LOG", "PASS", "ROWS", "SKIP", "TABLES", "Outcome", "Record", "row_of", "table"]
 
 PASS, FAIL, SKIP, LATE = "pass", "FAIL", "skip", "LATE"
-"""LATE: the step's time was over, or none was left for it to begin; it counts as failed."""
+"""LATE: the step exceeded its time, or no time was left to start it; it counts as failed."""
 ROWS, TABLES, LOG = "figures.jsonl", "figures.md", "steps.log"
 Row = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a step."""
+    """The result of a step."""
 
     name: str
     verdict: str
@@ -37,7 +38,7 @@ class Outcome:
 
 
 def row_of(line: str) -> dict[str, Any] | None:
-    """The object that ``line`` is as JSON, if it is one."""
+    """Parse ``line`` as a JSON object; None if it is none."""
     if not line.startswith("{"):
         return None
     try:
@@ -51,9 +52,9 @@ class Record:
     """The files of one check."""
 
     def __init__(self, folder: Path, title: str) -> None:
-        """New files in ``folder``, in place of those of an earlier check."""
+        """Create the files in ``folder``, replacing those of an earlier check."""
         folder.mkdir(parents=True, exist_ok=True)
-        self.folder, self.verdict = folder, "under way, or killed"
+        self.folder, self.verdict = folder, "in progress, or killed"
         self._title, self._started, self.step = title, time.monotonic(), ""
         self._outcomes: list[Outcome] = []
         self._rows: dict[str, list[Row]] = {}
@@ -61,46 +62,46 @@ class Record:
         for name in (ROWS, TABLES, LOG):
             (folder / name).write_text("")
 
-    def begin(self, step: str) -> None:
-        """What comes now is of ``step``."""
+    def start_step(self, step: str) -> None:
+        """Record what follows under ``step``."""
         self.step = step
         self._rows[step], self._contexts[step] = [], []
         self._write(LOG, f"\n== {step}, after {time.monotonic() - self._started:.1f} s")
         self._rewrite()
 
-    def line(self, text: str) -> None:
-        """A line that the step has printed."""
+    def add_line(self, text: str) -> None:
+        """Record a line that the step has printed."""
         self._write(LOG, text)
         row = row_of(text)
         if row is None:
             return
         if "num_wrong" in row:
-            self.figure(row)
+            self.add_figure(row)
         elif "context" in row:
             self._contexts[self.step].append(str(row["context"]))
 
-    def figure(self, row: Row, step: str = "") -> None:
-        """Keep one row of the step under way, or of ``step``."""
+    def add_figure(self, row: Row, step: str = "") -> None:
+        """Record one row of the current step, or of ``step``."""
         at = {"step": step or self.step, "at_s": round(time.monotonic() - self._started, 2)}
         self._write(ROWS, json.dumps({**at, **row}))
         self._rows[step or self.step].append(row)
         self._rewrite()
 
     def figures(self, step: str) -> tuple[int, list[str]]:
-        """How many figures ``step`` has given, and why others are unavailable."""
+        """Return the number of figures of ``step``, and the reasons why others are unavailable."""
         rows = self._rows[step]
         return sum("unavailable" not in row for row in rows), [
             row["unavailable"] for row in rows if "unavailable" in row
         ]
 
-    def end(self, outcome: Outcome) -> None:
-        """What became of the step."""
+    def end_step(self, outcome: Outcome) -> None:
+        """Record the result of the current step."""
         self._outcomes.append(outcome)
         self._write(LOG, f"== {outcome.verdict}: {outcome.note}")
         self._rewrite()
 
     def finish(self, verdict: str) -> None:
-        """The last line of the title."""
+        """Record the verdict of the check."""
         self.verdict = verdict
         self._rewrite()
 
@@ -116,20 +117,22 @@ class Record:
         new.replace(path)
 
     def _write(self, name: str, text: str) -> None:
-        with (self.folder / name).open("a") as file:  # closed: what the system has, a SIGKILL of this process leaves
+        with (self.folder / name).open(
+            "a"
+        ) as file:  # closed each time: once in the page cache, data survives a SIGKILL
             file.write(text + "\n")
 
 
 def table(outcomes: Sequence[Outcome], running: str = "") -> str:
-    """A Markdown table of ``outcomes``, and of the step that is ``running`` if it is none of them."""
+    """Return a Markdown table of ``outcomes``, and of the step ``running`` unless it has ended."""
     rows = [(o.name, o.verdict, f"{o.seconds:.1f}", str(o.num_figures), o.note) for o in outcomes]
     if running and running not in {o.name for o in outcomes}:
-        rows.append((running, "begun", "-", "-", "-"))
+        rows.append((running, "started", "-", "-", "-"))
     return _markdown([("step", "result", "seconds", "figures", "note"), *rows])
 
 
 def _tables(rows: Sequence[Row]) -> list[str]:
-    """The rows, those that have no figure apart."""
+    """Return a table of the rows with figures, and one of the rows without."""
     tables = []
     for some in ([r for r in rows if "unavailable" not in r], [r for r in rows if "unavailable" in r]):
         names = list(dict.fromkeys(name for row in some for name in row))

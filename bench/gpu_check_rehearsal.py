@@ -1,9 +1,9 @@
-"""Inject failures into a check: it must keep its figures, end in time and report what failed.
+"""Inject failures into gpu_check.py: it must keep its figures, end in time and report what failed.
 
-    python bench/gpu_check_rehearsal.py KIND COMMAND...       runs COMMAND until it has printed something, then fails
+    python bench/gpu_check_rehearsal.py KIND COMMAND...       run COMMAND until it has printed a figure, then fail
 
-KIND is ``fail`` (it ends with 1), ``hang`` (it stops for good, and ignores SIGTERM) or ``kill`` (SIGKILL, as by a
-kernel out of memory; what it has started goes on). That happens after the first figure, or the end if there is none.
+KIND is ``fail`` (exit code 1), ``hang`` (never end, and ignore SIGTERM) or ``kill`` (SIGKILL, as by the kernel when it
+is out of memory; child processes go on). The failure follows the first figure, or the end if there is none.
 """
 
 from __future__ import annotations
@@ -28,33 +28,35 @@ from gpu_check_steps import Step
 __all__ = ["KINDS", "Injection", "injected", "parse_injection", "rehearse_all"]
 
 KINDS = ("fail", "hang", "kill")
-WHOLE = "gpu_check.py itself"
+CHECK_ITSELF = "gpu_check.py itself"
 POLL_S = 0.02
 
 
 class Injection(NamedTuple):
-    """What is to happen to a step."""
+    """A failure to inject into a step."""
 
     kind: str
     step: str
 
 
 def parse_injection(text: str, names: Sequence[str]) -> Injection:
-    """``KIND:STEP``, where STEP is a name or the beginning of one alone; ValueError says what is wrong."""
+    """Parse ``KIND:STEP``, where STEP is a name or an unambiguous prefix; raise ValueError if it is invalid."""
     kind, _, wanted = text.partition(":")
     found = [name for name in names if name == wanted] or [name for name in names if name.startswith(wanted)]
     if kind not in KINDS or len(found) != 1:
-        raise ValueError(f"--rehearse takes KIND:STEP, KIND of {', '.join(KINDS)}, STEP of {', '.join(names)}: {text}")
+        raise ValueError(
+            f"--rehearse takes KIND:STEP, KIND of {', '.join(KINDS)}, STEP of {', '.join(names)}: {text!r}"
+        )
     return Injection(kind, found[0])
 
 
 def injected(step: Step, kind: str) -> Step:
-    """``step`` with a command that goes wrong."""
+    """Return ``step`` with the failure injected into its command."""
     return replace(step, command=[sys.executable, str(Path(__file__).resolve()), kind, *step.command])
 
 
 def go_wrong(kind: str, command: Sequence[str]) -> int:
-    """Run ``command`` until its first figure is out, and then do what ``kind`` says."""
+    """Run ``command`` until its first figure, then fail as ``kind`` says."""
     process = subprocess.Popen(list(command), stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None, "the process was started with a pipe"
     for line in process.stdout:
@@ -75,27 +77,27 @@ def go_wrong(kind: str, command: Sequence[str]) -> int:
 
 @dataclass
 class Run:
-    """One rehearsal, with some of its steps injected."""
+    """One rehearsal, with failures injected into some steps."""
 
     injections: Sequence[Injection]
     code: int
     seconds: float
     counts: Counter[str]
-    """Figures by step, those of the environment among them."""
-    is_whole: bool
-    """Whether all but the last line of the figures are JSON, and the tables have them."""
+    """Figures by step, including those of the environment."""
+    is_complete: bool
+    """Whether all lines of figures but the last are JSON, and the tables have them."""
     num_left: int
-    """Processes that were still there."""
+    """Leftover processes."""
 
     def before(self, step: str) -> int:
-        """Figures when ``step`` went wrong, its own among them."""
+        """Count the figures when ``step`` failed, including its own."""
         names = list(BUDGETS)
         return sum(self.counts[name] for name in names[: names.index(step) + 1])
 
 
 def rehearse(folder: Path, words: Sequence[str], injections: Sequence[Injection], killed_in: str = "") -> Run:
-    """Run gpu_check.py with ``injections``; SIGKILL it when it has a figure of the step ``killed_in``."""
-    mark, begin = new_mark(), time.monotonic()
+    """Run gpu_check.py with ``injections``; send it SIGKILL at the first figure of the step ``killed_in``."""
+    mark, start = new_mark(), time.monotonic()
     script = str(Path(__file__).with_name("gpu_check.py"))
     command = [sys.executable, script, f"--output={folder}", *(["--only", *words] if words else []), "--rehearse"]
     command += [f"{injection.kind}:{injection.step}" for injection in injections]
@@ -109,18 +111,18 @@ def rehearse(folder: Path, words: Sequence[str], injections: Sequence[Injection]
             if killed_in and rows.exists() and f'{{"step": "{killed_in}"' in rows.read_text():
                 process.kill()
                 process.wait()
-    seconds = time.monotonic() - begin
-    time.sleep(0.5)  # the kernel's signals to orphans
+    seconds = time.monotonic() - start
+    time.sleep(0.5)  # the kernel needs a moment to kill orphans
     *lines, last = rows.read_text().split("\n")
     found = [row for line in [*lines, last] if (row := row_of(line)) is not None]
     tables = (folder / TABLES).read_text()
-    is_whole = len(found) >= len(lines) and all(f"\n## {row['step']}\n" in tables for row in found[:-1])
+    is_complete = len(found) >= len(lines) and all(f"\n## {row['step']}\n" in tables for row in found[:-1])
     counts = Counter(row["step"] for row in found)
-    return Run(injections, process.returncode, seconds, counts, is_whole, len(marked(mark)))
+    return Run(injections, process.returncode, seconds, counts, is_complete, len(marked(mark)))
 
 
 def problems(run: Run, clean: Run) -> list[str]:
-    """What is not as it has to be; ``clean`` went without injections."""
+    """Return what is wrong with ``run``; ``clean`` is a run without injected failures."""
     wrong = []
     hit = {injection.step for injection in run.injections}
     expected = -signal.SIGKILL if not hit else 1
@@ -128,25 +130,25 @@ def problems(run: Run, clean: Run) -> list[str]:
         wrong.append(f"exit code {run.code}, not {expected}")
     if run.seconds > deadline_s("rehearsed"):
         wrong.append(f"{run.seconds:.0f} s")
-    if not run.is_whole:
-        wrong.append("a file is not whole")
+    if not run.is_complete:
+        wrong.append("a file is incomplete")
     if run.num_left:
         wrong.append(f"{run.num_left} processes left")
     for name, count in clean.counts.items() if hit else ():
-        if run.counts[name] < (1 if name in hit else count):  # a step goes wrong after its first
+        if run.counts[name] < (1 if name in hit else count):  # a step fails after its first figure
             wrong.append(f"figures of {name} lost")
     return wrong
 
 
 def plan_of(names: Sequence[str]) -> list[Injection]:
-    """Each step going wrong once, the kinds in turn."""
+    """Inject one failure into each step, alternating the kinds."""
     return [Injection(KINDS[index % len(KINDS)], name) for index, name in enumerate(names)]
 
 
 def rehearse_all(folder: Path, words: Sequence[str]) -> int:
-    """Every step going wrong in one run, and gpu_check.py killed in another; prints the table, 1 if anything was wrong.
+    """Make every step fail in one run, and kill gpu_check.py in another; print the table, return 1 on any problem.
 
-    A third has no failures. They go at the same time, for most of what a hang takes is waiting.
+    A third run has no failures. All run at the same time, as hanging steps only wait.
     """
     names = [n for n in BUDGETS if n != ENVIRONMENT and (not words or any(word in n for word in words))]
     measuring = [name for name in names if name in COMMANDS] or [ENVIRONMENT]
@@ -157,7 +159,7 @@ def rehearse_all(folder: Path, words: Sequence[str]) -> int:
         clean, runs = of_clean.result(), [of_injected.result(), of_killed.result()]
     failed = clean.code != 0 or any(problems(run, clean) for run in runs)
     without = f"without failures: {sum(clean.counts.values())} figures, exit code {clean.code}, {clean.seconds:.0f} s"
-    verdict = "FAILED" if failed else "all as it has to be"
+    verdict = "FAILED" if failed else "all as expected"
     text = "\n".join([*table_of(runs, clean), "", f"{verdict}; {without}"])
     (folder / "rehearsal.md").write_text(text + "\n")
     print(text)
@@ -165,14 +167,18 @@ def rehearse_all(folder: Path, words: Sequence[str]) -> int:
 
 
 def table_of(runs: Sequence[Run], clean: Run) -> list[str]:
-    """A line for each injected failure, in the order of the steps."""
-    lines = ["| injected failure | figures before it | figures in the end | exit code | ended after, of | else |"]
+    """Return a line for each injected failure, in the order of the steps."""
+    lines = [
+        "| injected failure | figures before it | figures at the end | exit code | ended after, limit | problems |"
+    ]
     lines.append("|" + "---|" * 6)
     for run in runs:
         total = sum(run.counts.values())
-        shown = [(f"{i.kind}: {i.step}", run.before(i.step)) for i in run.injections] or [(f"kill: {WHOLE}", total)]
+        shown = [(f"{i.kind}: {i.step}", run.before(i.step)) for i in run.injections] or [
+            (f"kill: {CHECK_ITSELF}", total)
+        ]
         after = f"{run.seconds:.0f} s, {deadline_s('rehearsed'):.0f} s"
-        wrong = "; ".join(problems(run, clean)) or "as it has to be"
+        wrong = "; ".join(problems(run, clean)) or "none"
         lines += [f"| {what} | {before} | {total} | {run.code} | {after} | {wrong} |" for what, before in shown]
     return lines
 

@@ -1,8 +1,8 @@
-"""Steps of a check, each a command with a budget: a step that fails, hangs or dies does not end the others.
+"""Run the steps of a check, each a command with a time budget: a step that fails, hangs or dies ends no other step.
 
-A step ends at the latest when its own budget and those of the steps before it are spent: what a step leaves over is
-there for the later ones, none takes of theirs, and all together end within the sum. No step takes more than
-``MOST_BUDGETS`` of its own, so that one that hangs leaves something over. Nothing here needs more than Python's
+A step ends at the latest when its budget and those of all steps before it are spent. So later steps get the time that
+earlier ones did not use, and all steps together end within the sum of the budgets. No step gets more than
+``MOST_BUDGETS`` times its budget, so that a step that hangs leaves time for others. This module needs only Python's
 standard library.
 """
 
@@ -24,15 +24,15 @@ from gpu_check_record import FAIL, LATE, PASS, SKIP, Outcome, Record
 __all__ = ["Place", "Step", "all_passed", "last_line", "run_steps"]
 
 GRACE_S = 2.0
-"""Between SIGTERM and SIGKILL, of the step's own time."""
+"""Seconds between SIGTERM and SIGKILL; part of the step's time."""
 MOST_BUDGETS = 2.0
 LEAST_S = 1.0
-"""A step that has less time than this is not begun."""
+"""A step that has less time than this is not started."""
 POLL_S = 0.05
 
 
 class Place(NamedTuple):
-    """Where steps run."""
+    """The folder and the environment that steps run in."""
 
     folder: Path
     environment: Mapping[str, str]
@@ -46,42 +46,42 @@ class Step:
     command: Sequence[str] = ()
     budget_s: float = 60.0
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Beside that of this process."""
+    """Added to that of this process."""
     skip_reason: str = ""
-    """If not empty, the step is not begun."""
+    """If not empty, the step is not started."""
     gives_figures: bool = False
-    """Without a figure it has failed, unless it says why each is unavailable."""
+    """Whether the step fails without a figure, unless it says why each is unavailable."""
     read: Callable[[str], tuple[str, str]] = lambda _: (PASS, "")
-    """Verdict and note from what a command printed that ended with 0; the note also where it ended otherwise."""
+    """Parse the output to verdict and note. The verdict counts only if the exit code is 0."""
 
 
 def run_steps(
     steps: Sequence[Step],
     record: Record,
     *,
-    begun_at: float,
+    started_at: float,
     spent_s: float = 0.0,
     place: Callable[[], Place] = lambda: Place(Path.cwd(), {}),
     report: Callable[[Outcome], None] = lambda _: None,
 ) -> list[Outcome]:
-    """Run ``steps`` one after the other. ``begun_at``, of time.monotonic(): when ``spent_s`` of budgets began to run.
+    """Run ``steps`` one after another. ``started_at`` (time.monotonic()) is when a budget of ``spent_s`` started.
 
-    ``place`` is asked before each step, ``report`` told after it.
+    ``place`` is called before each step, ``report`` after it.
     """
-    end, outcomes = begun_at + spent_s, []
+    end, outcomes = started_at + spent_s, []
     for step in steps:
-        record.begin(step.name)
+        record.start_step(step.name)
         end += step.budget_s
         if step.skip_reason:
             outcome = Outcome(step.name, SKIP, 0.0, step.skip_reason)
         elif end - time.monotonic() < min(step.budget_s, LEAST_S):
-            outcome = Outcome(step.name, LATE, 0.0, "not begun: no time was left")
+            outcome = Outcome(step.name, LATE, 0.0, "not started: no time was left")
         else:
             where = place()
             most_s = MOST_BUDGETS * step.budget_s if step.gives_figures else float("inf")
             outcome = _run(step, record, where, min(end, time.monotonic() + most_s))
         outcomes.append(outcome)
-        record.end(outcome)
+        record.end_step(outcome)
         report(outcome)
     return outcomes
 
@@ -118,16 +118,16 @@ def _run(step: Step, record: Record, place: Place, end: float) -> Outcome:
     elif process.returncode:
         verdict, note = FAIL, f"exit code {process.returncode}; {note or last_line(output.text)}"
     elif step.gives_figures and not count:
-        verdict, note = (SKIP, "; ".join(dict.fromkeys(reasons))) if reasons else (FAIL, "it gave no figure")
+        verdict, note = (SKIP, "; ".join(dict.fromkeys(reasons))) if reasons else (FAIL, "no figure was printed")
     return Outcome(step.name, verdict, seconds, note, count)
 
 
 class _Output:
-    """What a process prints, handed on line by line as it comes."""
+    """The output of a process, recorded line by line as it arrives."""
 
     def __init__(self, process: subprocess.Popen[bytes], record: Record) -> None:
         assert process.stdout is not None, "the process was started with a pipe"
-        self._pipe, self._record, self._rest = process.stdout, record, b""
+        self._pipe, self._record, self._partial_line = process.stdout, record, b""
         self._lines: list[str] = []
         os.set_blocking(self._pipe.fileno(), False)
 
@@ -136,32 +136,32 @@ class _Output:
         return "\n".join(self._lines)
 
     def read(self, wait_s: float) -> bool:
-        """Wait for something and take it; False if nothing came."""
+        """Wait for output and record it; return False if there was none."""
         ready, _, _ = select.select([self._pipe], [], [], wait_s)
         chunk = os.read(self._pipe.fileno(), 1 << 16) if ready else b""
         if not chunk:
-            time.sleep(wait_s if ready else 0.0)  # it has closed its output and runs on
+            time.sleep(wait_s if ready else 0.0)  # the process has closed its output but still runs
             return False
-        *whole, self._rest = (self._rest + chunk).split(b"\n")
-        for line in whole:
+        *lines, self._partial_line = (self._partial_line + chunk).split(b"\n")
+        for line in lines:
             self._take(line)
         return True
 
     def finish(self) -> None:
-        """Take what is left."""
+        """Record the remaining output."""
         while self.read(0.0):
             pass
-        if self._rest:
-            self._take(self._rest)
+        if self._partial_line:
+            self._take(self._partial_line)
         self._pipe.close()
 
     def _take(self, line: bytes) -> None:
         text = line.decode(errors="replace").rstrip("\r")
         self._lines.append(text)
-        self._record.line(text)
+        self._record.add_line(text)
 
 
 def last_line(text: str) -> str:
-    """The last line that is not empty, shortened."""
+    """Return the last line that is not empty, shortened."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1][:160] if lines else "it printed nothing"
+    return lines[-1][:160] if lines else "no output"

@@ -1,4 +1,4 @@
-"""Collectives of ranks that share one GPU: check results, measure host time and kernel launches.
+"""Check collectives of ranks that share one GPU, and measure host time and kernel launches.
 
     python bench/gpu_ranks.py 1 bench/gpu_collectives.py
     python bench/gpu_ranks.py 4 bench/gpu_collectives.py --ranks-per-node 2 --formats none int8 --sizes-kib 64 1024
@@ -6,10 +6,10 @@
 
 A row is one collective, format, number of hops, size and backend: ``torch``, over torch.distributed's groups, or
 ``nccl``, zcomm's own communicator; format ``torch`` is torch.distributed's own call. Its result is checked against
-exact float64 sums (``#wrong``). Then the calls of a size take turns. ``host`` is the median time until the call has
-returned, ``p50`` until its result is there on the slowest rank, ``kernels`` and ``copies`` what the first rank's GPU
-has run for one call, by torch's profiler. Rows are printed when a size is measured; what fails is a row with its error,
-and its backend is left alone from then on. See gpu_sharing.py on ranks that share a GPU.
+exact float64 sums (``#wrong``). Then the calls of a size are timed interleaved. ``host`` is the median time until the
+call returns, ``p50`` until its result is complete on the slowest rank; ``kernels`` and ``copies`` are what the first
+rank's GPU ran for one call, by torch's profiler. Rows are printed after each size. A failure is a row with its error,
+and its backend is not used any more. See gpu_sharing.py on ranks that share a GPU.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 from gpu_budget import is_spent
-from gpu_sharing import agreed, begun, joined
+from gpu_sharing import join_ranks, on_first_rank, start_report
 from gpu_trace import Launches, count_launches, traced
 
 import zcomm
@@ -33,9 +33,8 @@ from zcomm import Topology, control
 from zcomm._bench import torch_calls
 from zcomm._bench.checking import check
 from zcomm._bench.data import Tiles
-from zcomm._bench.harness import BenchReport, Column
-from zcomm._bench.timing import slowest_of_ranks
-from zcomm._bench.workloads import Wire, Workload, wire_of
+from zcomm._bench.harness import BenchReport, Column, slowest_of_ranks
+from zcomm._bench.workloads import Workload, WorkloadFormats, wire_of
 from zcomm._transport.backend_choice import BackendName, nccl_unavailable_reason
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
@@ -62,10 +61,10 @@ def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--ranks-per-node", type=int, help="so many stand in for a node; default: all")
+    parser.add_argument("--ranks-per-node", type=int, help="ranks that stand in for a node; default: all")
     parser.add_argument("--collectives", nargs="+", choices=COLLECTIVES, default=COLLECTIVES)
     parser.add_argument("--formats", nargs="+", default=["none", "int8", "int4"])
-    parser.add_argument("--sizes-kib", nargs="+", type=float, default=[1024, 64, 16384], help="in this order")
+    parser.add_argument("--sizes-kib", nargs="+", type=float, default=[1024, 64, 16384], help="sizes, in this order")
     parser.add_argument("--backends", nargs="+", choices=BACKENDS, default=BACKENDS)
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--json", action="store_true", help="rows as JSON lines")
@@ -74,17 +73,17 @@ def parse_arguments() -> argparse.Namespace:
 
 @dataclass
 class Case:
-    """One row: a call of ``workload``, over ``wire`` or as torch.distributed has it."""
+    """One row: a call of ``workload`` in the format ``wire``; None: torch.distributed's own call."""
 
     workload: Workload
-    wire: Wire | None
+    wire: WorkloadFormats | None
     num_wrong: int = 0
     relative_error: float = 0.0
     launches: Launches | None = None
     host_s: list[float] = field(default_factory=list)
 
     def call(self) -> None:
-        """Once, and note how long the host took."""
+        """Make the call, and record the host time."""
         start = time.perf_counter()
         if self.wire is None:
             self.workload.call_torch()
@@ -92,7 +91,7 @@ class Case:
             self.workload.call_zcomm(self.wire)
         self.host_s.append(time.perf_counter() - start)
 
-    def judge(self, device: torch.device) -> None:
+    def check_and_trace(self, device: torch.device) -> None:
         """Check one call, and count the launches of another."""
         self.workload.poison()
         self.call()
@@ -104,7 +103,7 @@ class Case:
         self.host_s.clear()
 
     def row(self, backend: str) -> dict[str, Any]:
-        """But for times of all ranks."""
+        """The row without the times over all ranks."""
         work = self.workload
         return {
             "ranks": f"{work.topology.num_nodes}x{work.topology.ranks_per_node}", "backend": backend,
@@ -116,13 +115,13 @@ class Case:
 
 
 def measured(workload: Workload, arguments: argparse.Namespace, backend: BackendName) -> Iterator[tuple[Any, int]]:
-    """The rows of one collective and size."""
+    """Measure one collective and size; yield its rows."""
     hops = (2, 1) if workload.topology.has_two_hops else (1,)
     wires = [wire_of(text, count) for text, count in product(arguments.formats, hops)]
     named = {f"{wire}, {wire.num_hops}": Case(workload, wire) for wire in wires if wire is not None}
     cases = {"torch": Case(workload, None), **named}
     for case in cases.values():
-        case.judge(workload.tiles.tile.device)
+        case.check_and_trace(workload.tiles.tile.device)
     calls: dict[str, Callable[[], None]] = {name: case.call for name, case in cases.items()}
     times = slowest_of_ranks(calls, workload.topology, rounds=arguments.rounds, warmup=1, reset=workload.reset)
     for name, case in cases.items():
@@ -131,14 +130,14 @@ def measured(workload: Workload, arguments: argparse.Namespace, backend: Backend
 
 
 def run(arguments: argparse.Namespace, topology: Topology, device: torch.device, report: BenchReport | None) -> int:
-    """Every backend, size and collective. One that hangs takes what comes after it along: torch's comes first."""
-    tiles, left_out = Tiles(torch.bfloat16, device), []
+    """Measure every backend, size and collective. torch comes first: a hang loses all that follows."""
+    tiles, skipped = Tiles(torch.bfloat16, device), []
     over = topologies(arguments, topology, device, report)
     for backend, kib, collective in product(arguments.backends, arguments.sizes_kib, arguments.collectives):
         if backend not in over:
             continue
-        if agreed(is_spent(), topology):
-            left_out.append(f"{collective} of {kib:g} KiB over {backend}")
+        if on_first_rank(is_spent(), topology):
+            skipped.append(f"{collective} of {kib:g} KiB over {backend}")
             continue
         workload = Workload(collective, int(kib * 1024), tiles, over[backend], "avg")
         rows, error = tried(workload, arguments, backend)
@@ -149,15 +148,15 @@ def run(arguments: argparse.Namespace, topology: Topology, device: torch.device,
             report.row(row, num_wrong=num_wrong)
     if report is None:
         return 0
-    if left_out:
-        report.note(f"not measured, for want of time: {', '.join(left_out)}")
+    if skipped:
+        report.note(f"not measured, for lack of time: {', '.join(skipped)}")
     return report.finish()
 
 
 def topologies(
     arguments: argparse.Namespace, topology: Topology, device: torch.device, report: BenchReport | None
 ) -> dict[str, Topology]:
-    """``topology`` for each backend; a row says why one cannot be used."""
+    """Return a topology for each backend; print a row with the reason if one is unavailable."""
     over = {"torch": topology}
     if "nccl" not in arguments.backends:
         return over
@@ -170,17 +169,17 @@ def topologies(
 
 
 def tried(workload: Workload, arguments: argparse.Namespace, backend: BackendName) -> tuple[list[tuple[Any, int]], str]:
-    """The rows, or what went wrong on any rank."""
-    rows, said = [], ""
+    """Return the rows, or the error of any rank."""
+    rows, message = [], ""
     try:
         rows = list(measured(workload, arguments, backend))
-    except Exception as error:  # another backend goes on
-        said = f"{type(error).__name__}: {(str(error) or 'no text').splitlines()[0][:200]}"
-    return rows, next((text for text in control.gather_texts(said, workload.topology) if text), "")
+    except Exception as error:  # the other backend continues
+        message = f"{type(error).__name__}: {(str(error) or 'no text').splitlines()[0][:200]}"
+    return rows, next((text for text in control.gather_texts(message, workload.topology) if text), "")
 
 
 def refused_by_nccl(device: torch.device) -> str:
-    """Why the backend takes no tensors of ``device``, of this rank alone; empty if it does."""
+    """Return why the backend refuses tensors on ``device``; empty if it takes them."""
     if device.type == "cuda":
         return ""
     try:
@@ -191,10 +190,12 @@ def refused_by_nccl(device: torch.device) -> str:
 
 
 def main() -> int:
-    """Join the ranks and measure; 1 if a result is wrong."""
+    """Join the ranks and measure; return 1 if a result is wrong."""
     arguments = parse_arguments()
-    with joined(arguments.device, arguments.ranks_per_node) as (topology, device):
-        report = begun("gpu_collectives", COLUMNS, topology, device, as_json=arguments.json, rounds=arguments.rounds)
+    with join_ranks(arguments.device, arguments.ranks_per_node) as (topology, device):
+        report = start_report(
+            "gpu_collectives", COLUMNS, topology, device, as_json=arguments.json, rounds=arguments.rounds
+        )
         return run(arguments, topology, device, report)
 
 

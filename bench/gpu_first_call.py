@@ -1,12 +1,12 @@
-"""Time of a process's first calls: imports, compilation and tuning, with cold and with warm caches.
+"""Time the first calls of a process: imports, compilation and tuning, with cold and with warm caches.
 
     python bench/gpu_first_call.py
     python bench/gpu_first_call.py --device cpu --numel 4096
 
-For each kernel backend two processes, one after the other, share cache folders that are empty for the first, ``cold``:
-compiled kernels and what tuning has found are kept there. Columns are seconds: ``torch`` and ``zcomm`` of importing
-them, ``device`` of the first tensor on the device, ``first`` of the first quantize and decode of a format in turn, its
-compilation and tuning with them; ``next`` of the second ones, in milliseconds.
+For each kernel backend two processes run one after the other with the same cache folders, which are empty for the first
+(``cold``); compiled kernels and tuning results are cached there. Columns, in seconds: ``torch`` and ``zcomm``: their
+imports; ``device``: the first tensor on the device; ``first``: the first quantize and decode of each format, including
+compilation and tuning; ``next``: the second ones, in milliseconds.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def measure(arguments: argparse.Namespace, kernels: str) -> dict[str, Any]:
-    """In a process of its own, which has imported nothing yet."""
-    begun = [time.perf_counter()]
+    """Measure in this process, which must not have imported torch yet."""
+    times = [time.perf_counter()]
 
     def lap() -> float:
-        begun.append(time.perf_counter())
-        return begun[-1] - begun[-2]
+        times.append(time.perf_counter())
+        return times[-1] - times[-2]
 
     torch = import_module("torch")
     row: dict[str, Any] = {"torch_s": lap()}
@@ -55,21 +55,21 @@ def measure(arguments: argparse.Namespace, kernels: str) -> dict[str, Any]:
     row["device_s"] = lap()
     for name in arguments.formats:
         data = cases.Data(name, torch.bfloat16, arguments.numel, device, 1)
-        of_format = []
+        seconds = []
         for _ in range(2):
-            data.out[-1].item()  # the host waits
+            data.out[-1].item()  # wait for the device
             lap()
             data.fill(module)
             for case in cases.make_cases(data):
                 case.call(module)
             data.out[-1].item()
-            of_format.append(lap())
-        row |= {f"{name}_first_s": of_format[0], f"{name}_next_ms": 1e3 * of_format[1]}
+            seconds.append(lap())
+        row |= {f"{name}_first_s": seconds[0], f"{name}_next_ms": 1e3 * seconds[1]}
     return row
 
 
 def in_a_process(kernels: str, folder: Path) -> dict[str, Any]:
-    """The row that a process with caches in ``folder`` gives."""
+    """Run :func:`measure` in a process with caches in ``folder``; return its row."""
     caches = {"TRITON_CACHE_DIR": str(folder / "triton"), "XDG_CACHE_HOME": str(folder)}
     environment = {**os.environ, **caches, CHILD: kernels}
     done = subprocess.run([sys.executable, *sys.argv], stdout=subprocess.PIPE, env=environment, text=True, check=False)
@@ -81,7 +81,7 @@ def in_a_process(kernels: str, folder: Path) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Start the processes, or be one; 1 if one fails."""
+    """Start the processes, or run as one of them; return 1 if one fails."""
     arguments, is_wrong = parse_arguments(), False
     if CHILD in os.environ:
         print(json.dumps(measure(arguments, os.environ[CHILD])))

@@ -1,11 +1,11 @@
-"""CUDA graphs: are collectives and kernels captured, does a replay give the bits of a call, and how fast is it?
+"""Capture collectives and kernels in CUDA graphs: compare a replay with a call, bit for bit, and time both.
 
     python bench/gpu_ranks.py 2 bench/gpu_graph.py
-    python bench/gpu_ranks.py 1 bench/gpu_graph.py --device cpu            the same, where a replay is a call
+    python bench/gpu_ranks.py 1 bench/gpu_graph.py --device cpu            the same; a replay is a call
 
 Each case is called once, captured, and replayed on other values; ``#wrong`` counts elements that differ from those of a
-call on the same values. ``call`` and ``replay`` are medians until the result is there. A capture that fails is the
-row's error; what comes after it over the same communicator may fail for that.
+call on the same values. ``call`` and ``replay`` are median times until the result is complete. If a capture fails, its
+row has the error; later cases over the same communicator may then fail, too.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from gpu_collectives import refused_by_nccl
-from gpu_sharing import begun, joined
+from gpu_sharing import join_ranks, start_report
 from torch import Tensor
 
 import zcomm
@@ -48,7 +48,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--formats", nargs="+", default=["int8", "int4"])
-    parser.add_argument("--numel", type=int, default=2**20, help="of a rank's shard")
+    parser.add_argument("--numel", type=int, default=2**20, help="elements of a rank's shard")
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--json", action="store_true", help="rows as JSON lines")
     return parser.parse_args()
@@ -64,12 +64,12 @@ class Case:
         self._device, self._call = device, call
 
     def call(self) -> None:
-        """Once."""
+        """Run the collective."""
         self._call(self.target, self.source)
 
     def captured(self) -> Callable[[], object]:
-        """A graph's replay; on the CPU, which has no graphs, the call itself."""
-        self.call()  # connections and buffers are made before
+        """Capture a graph and return its replay; on the CPU, which has no graphs, the call itself."""
+        self.call()  # creates connections and buffers, which a capture must not do
         if self._device.type != "cuda":
             return self.call
         torch.cuda.synchronize()
@@ -79,7 +79,7 @@ class Case:
         return graph.replay
 
     def wrong_after(self, replay: Callable[[], object]) -> int:
-        """Elements of a replay on new values that are not those of a call."""
+        """Count elements in which a replay on new values differs from a call."""
         self.source.normal_()
         replay()
         torch_calls.finish()
@@ -91,7 +91,7 @@ class Case:
 
 
 def median_us(call: Callable[[], object], rounds: int) -> float:
-    """Until the result is there, on this rank."""
+    """The median time until the result is complete on this rank."""
     seconds = []
     for _ in range(rounds + 1):
         torch_calls.barrier()
@@ -104,31 +104,31 @@ def median_us(call: Callable[[], object], rounds: int) -> float:
 
 def cases(numel: int, format_name: str, topology: Topology, device: torch.device) -> list[Case]:
     """Both collectives, over all ranks."""
-    whole = numel * topology.world_size
+    full = numel * topology.world_size
     gather = partial(zcomm.all_gather_single, group=topology, format=format_name)
     scatter = partial(zcomm.reduce_scatter_single, group=topology, format=format_name)
     return [
-        Case("reduce_scatter", (whole, numel), device, scatter), Case("all_gather", (numel, whole), device, gather)
+        Case("reduce_scatter", (full, numel), device, scatter), Case("all_gather", (numel, full), device, gather)
     ]  # fmt: skip
 
 
 def row(case: Case, rounds: int, topology: Topology) -> tuple[dict[str, Any], int]:
-    """Capture, compare, time."""
+    """Capture and compare one case, and time it."""
     found: dict[str, Any] = {}
-    wrong, said = 0, ""
+    wrong, message = 0, ""
     try:
         replay = case.captured()
         wrong = case.wrong_after(replay)
         found = {"call_us": median_us(case.call, rounds), "replay_us": median_us(replay, rounds)}
-    except Exception as error:  # the other rows are tried
-        said = f"{type(error).__name__}: {(str(error) or 'no text').splitlines()[0][:200]}"
-    errors = [text for text in control.gather_texts(said, topology) if text]
+    except Exception as error:  # the other rows continue
+        message = f"{type(error).__name__}: {(str(error) or 'no text').splitlines()[0][:200]}"
+    errors = [text for text in control.gather_texts(message, topology) if text]
     of_all = int(control.gather_float64(torch.tensor([float(wrong)]), topology).sum())
     return ({"error": errors[0]}, 1) if errors else (found, of_all)
 
 
 def run(arguments: argparse.Namespace, topology: Topology, device: torch.device, report: BenchReport | None) -> int:
-    """Each backend, format and collective."""
+    """Measure each backend, format and collective."""
     reason = " ".join((nccl_unavailable_reason() or refused_by_nccl(device)).split())
     for backend in BACKENDS:
         if backend == "nccl" and reason:
@@ -147,10 +147,10 @@ def run(arguments: argparse.Namespace, topology: Topology, device: torch.device,
 
 
 def main() -> int:
-    """Join the ranks and capture; 1 if a capture fails or a replay is wrong."""
+    """Join the ranks and capture; return 1 if a capture fails or a replay is wrong."""
     arguments = parse_arguments()
-    with joined(arguments.device) as (topology, device):
-        report = begun("gpu_graph", COLUMNS, topology, device, as_json=arguments.json, rounds=arguments.rounds)
+    with join_ranks(arguments.device) as (topology, device):
+        report = start_report("gpu_graph", COLUMNS, topology, device, as_json=arguments.json, rounds=arguments.rounds)
         return run(arguments, topology, device, report)
 
 

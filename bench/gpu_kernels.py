@@ -4,15 +4,15 @@
     python bench/gpu_kernels.py --formats int8 --dtypes bfloat16 float32 --sizes-mib 64 --compare eager compiled
     python bench/gpu_kernels.py --device cpu --sizes-mib 1             the same with the native kernels, on the CPU
 
-All rates are GB/s of bytes read plus bytes written: medians of rounds in which the kernels, the copy and whatever they
-are compared with take turns, timed by CUDA events, each call with cold caches. The size is that of the float array; the
-messages are smaller. ``#wrong`` counts bytes or elements that are not the reference's, in the first and the last 65,536
-elements. ``eager`` and ``compiled`` are torch's own operations on whole arrays (torch_forms.py), up to
-``--compare-mib``; ``deepspeed`` its CUDA quantizer, int8 and int4 in groups of the same size, in fp16 and bf16.
+All rates are GB/s of bytes read plus bytes written. They are medians over rounds that interleave the kernels, the copy
+and the other contenders, timed by CUDA events, each call with cold caches. The size is that of the float array; the
+messages are smaller. ``#wrong`` counts bytes or elements that differ from the reference, in the first and the last
+65,536 elements. ``eager`` and ``compiled`` are torch's operations on full arrays (torch_forms.py), up to
+``--compare-mib``; ``deepspeed`` is DeepSpeed's CUDA quantizer, int8 and int4 in groups of the same size, in fp16 and
+bf16.
 
-Before anything is timed, the Triton kernels are compiled in ``--jobs`` processes, which is most of the time it takes.
-Sizes for which no memory is left, or no time under gpu_check.py, are not measured, and named; so are kernels that are
-not there.
+First the Triton kernels are compiled in ``--jobs`` processes, which takes most of the time. Sizes that exceed the
+memory, or the time that gpu_check.py allows, are named and not measured; so are kernels that are unavailable.
 """
 
 from __future__ import annotations
@@ -63,11 +63,16 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=FORMATS, metavar="NAME")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES[:1], metavar="NAME")
     parser.add_argument("--sizes-mib", nargs="+", type=float, default=SIZES_MIB, metavar="MIB")
-    parser.add_argument("--rounds", type=int, default=11, help="times that each is timed")
-    parser.add_argument("--compare", nargs="*", choices=CONTENDERS, default=(), help="what else to time")
-    parser.add_argument("--compare-mib", type=float, default=256.0, help="and up to which size")
-    parser.add_argument("--jobs", type=int, default=min(16, len(os.sched_getaffinity(0))), help="0: do not prepare")
-    parser.add_argument("--prepare", action="store_true", help="compile what is needed, and time nothing")
+    parser.add_argument("--rounds", type=int, default=11, help="times that each call is timed")
+    parser.add_argument("--compare", nargs="*", choices=CONTENDERS, default=(), help="other contenders to time")
+    parser.add_argument("--compare-mib", type=float, default=256.0, help="the largest size of these contenders")
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        default=min(16, len(os.sched_getaffinity(0))),
+        help="processes that compile; 0: do not compile first",
+    )
+    parser.add_argument("--prepare", action="store_true", help="only compile the kernels")
     parser.add_argument("--json", action="store_true", help="rows as JSON lines")
     arguments = parser.parse_args()
     if arguments.rounds < 1 or min(arguments.sizes_mib) <= 0:
@@ -76,13 +81,13 @@ def parse_arguments() -> argparse.Namespace:
         parser.error("torch finds no CUDA device: --device cpu runs the same code with the native kernels")
     if arguments.device == "cpu":
         if arguments.kernels:
-            parser.error("--kernels chooses between those of a GPU")
+            parser.error("--kernels must not be set with --device cpu: it has only native kernels")
         arguments.kernels = ["native"]
     return arguments
 
 
 def prepare(arguments: argparse.Namespace) -> str:
-    """Compile the Triton kernels of every format and dtype in processes of their own; returns what failed."""
+    """Compile the Triton kernels of every format and dtype in parallel processes; return what failed."""
     command = [sys.executable, __file__, "--prepare", "--kernels", "triton", "--sizes-mib", str(PREPARED_MIB)]
     waiting = [[*command, "--formats", f, "--dtypes", d] for f, d in product(arguments.formats, arguments.dtypes)]
     running: list[subprocess.Popen[bytes]] = []
@@ -107,7 +112,7 @@ def warm(arguments: argparse.Namespace) -> int:
 
 
 def torch_calls(case: Case, names: list[str]) -> dict[str, Callable[[], object]]:
-    """Torch's own ways to do what ``case`` does; without those that fail, for want of memory or of a compiler."""
+    """Return torch's forms of ``case``, without those that fail for lack of memory or of a compiler."""
     calls: dict[str, Callable[[], object]] = {}
     for name in names:
         call = case.torch_form
@@ -116,7 +121,7 @@ def torch_calls(case: Case, names: list[str]) -> dict[str, Callable[[], object]]
             call = torch.compile(call, dynamic=False)
         try:
             call()
-        except Exception as error:  # a contender that does not run here is no reason to measure nothing
+        except Exception as error:  # a contender that does not run here must not end the benchmark
             print(f"# {name} of {case.operation}: {str(error).splitlines()[0][:100]}", file=sys.stderr)
         else:
             calls[name] = call
@@ -124,9 +129,9 @@ def torch_calls(case: Case, names: list[str]) -> dict[str, Callable[[], object]]
 
 
 def deepspeed_call(case: Case, data: Data) -> dict[str, Callable[[], object]]:
-    """DeepSpeed's quantizer on the same array, where it has one."""
-    is_served = case.operation == "quantize" and data.x.dtype != torch.float32
-    if not is_served or data.spec.name not in ("int8", "int4") or importlib.util.find_spec("deepspeed") is None:
+    """Return DeepSpeed's quantizer on the same array, if it supports the case."""
+    is_supported = case.operation == "quantize" and data.x.dtype != torch.float32
+    if not is_supported or data.spec.name not in ("int8", "int4") or importlib.util.find_spec("deepspeed") is None:
         return {}
     builders: Any = importlib.import_module("deepspeed.ops.op_builder")
     module = builders.QuantizerBuilder().load()
@@ -137,7 +142,7 @@ def deepspeed_call(case: Case, data: Data) -> dict[str, Callable[[], object]]:
 def run_data(
     arguments: argparse.Namespace, data: Data, copied: torch.Tensor, timer: Timer, report: BenchReport
 ) -> None:
-    """All rows of one format, dtype and size."""
+    """Measure one format, dtype and size; print its rows."""
     names = [name for name in arguments.compare if data.x.nbytes <= arguments.compare_mib * 2**20]
     data.fill(kernels_of(arguments.kernels[0]))
     for case in make_cases(data):
@@ -175,7 +180,7 @@ def _bound(case: Case, name: str) -> Callable[[], object]:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Everything, in the order of the sizes; 1 if a result is wrong."""
+    """Measure everything, in the order of the sizes; return 1 if a result is wrong."""
     start, device = time.monotonic(), torch.device(arguments.device)
     report = BenchReport(COLUMNS, as_json=arguments.json)
     report.start("gpu_kernels", device=arguments.device, rounds=arguments.rounds)
@@ -190,14 +195,14 @@ def run(arguments: argparse.Namespace) -> int:
         if problem := prepare(arguments):
             report.note(problem)
         report.note(f"compiled after {time.monotonic() - start:.0f} s")
-    timer, left_out = Timer(device), []
+    timer, skipped = Timer(device), []
     for size_mib, name, dtype_name in product(arguments.sizes_mib, arguments.formats, arguments.dtypes):
         dtype = getattr(torch, dtype_name)
         numel = max(int(size_mib * 2**20) // dtype.itemsize // 1024, 1) * 1024
         needed = device_nbytes(name, dtype, numel, max(NUM_SUMMED)) + 8 * numel * dtype.itemsize
         is_late = is_spent()
         if is_late or (device.type == "cuda" and needed > torch.cuda.mem_get_info()[0]):
-            left_out.append(f"{name} {dtype_name} {size_mib:g} MiB ({'time' if is_late else 'memory'})")
+            skipped.append(f"{name} {dtype_name} {size_mib:g} MiB ({'time' if is_late else 'memory'})")
             continue
         data = Data(name, dtype, numel, device, max(NUM_SUMMED))
         largest = data.x.nbytes + max((*NUM_SUMMED, 1)) * data.layout.nbytes
@@ -206,13 +211,13 @@ def run(arguments: argparse.Namespace) -> int:
         del data, copied
         if device.type == "cuda":
             torch.cuda.empty_cache()
-    if left_out:
-        report.note(f"not measured: {', '.join(left_out)}")
+    if skipped:
+        report.note(f"not measured: {', '.join(skipped)}")
     return report.finish()
 
 
 def main() -> int:
-    """Prepare or measure."""
+    """Compile or measure."""
     arguments = parse_arguments()
     return warm(arguments) if arguments.prepare else run(arguments)
 

@@ -1,4 +1,4 @@
-"""The operations that gpu_kernels.py times, their bytes, and the comparison with the reference."""
+"""The operations that gpu_kernels.py times, with their bytes and the check against the reference."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["NUM_SUMMED", "Case", "Data", "device_nbytes", "kernels_of", "make_ca
 
 NUM_SUMMED = (4, 8)
 CHECKED_NUMEL = 1 << 16
-"""Elements at the beginning and at the end that are compared with the reference on the CPU."""
+"""Elements at the start and at the end that are compared with the reference on the CPU."""
 Call = Callable[[], object]
 
 
@@ -45,7 +45,7 @@ def reason_against(name: str) -> str:
 
 
 def device_nbytes(format_name: str, dtype: torch.dtype, numel: int, num_summed: int) -> int:
-    """Device memory that :class:`Data` takes, roughly, with what is made on the way."""
+    """Return the approximate device memory of :class:`Data`, including temporaries."""
     layout = _layout(format_name, dtype, numel)
     return numel * dtype.itemsize * 3 + (num_summed + 1) * layout.nbytes
 
@@ -55,7 +55,7 @@ def _layout(format_name: str, dtype: torch.dtype, numel: int) -> MessageLayout:
 
 
 class Data:
-    """Random numbers of one dtype, messages of them in one format, and room for what comes out."""
+    """Random numbers of one dtype, messages of them in one format, and buffers for the results."""
 
     def __init__(
         self, format_name: str, dtype: torch.dtype, numel: int, device: torch.device, num_messages: int
@@ -76,7 +76,7 @@ class Data:
 
     @staticmethod
     def scaled(x: Tensor, index: int) -> Tensor:
-        """What message ``index`` holds of ``x``."""
+        """Return the values of message ``index``."""
         return x * (1 + index / 8)
 
     def slices(self) -> Iterator[slice]:
@@ -91,7 +91,7 @@ class Data:
         return _split(self.messages[index], self.layout, self.spec, slice(0, self.x.numel()))
 
     def wrong_bytes(self, expected_of: Callable[[list[Tensor], MessageLayout, Tensor], None]) -> int:
-        """Bytes of ``message`` that are not what ``expected_of(messages' values, layout, out)`` writes on the CPU."""
+        """Count bytes of ``message`` that differ from what ``expected_of(values of messages, layout, out)`` writes."""
         wrong = 0
         for where in self.slices():
             small, values = self._reference(where)
@@ -103,7 +103,7 @@ class Data:
         return wrong
 
     def wrong_elements(self, expected_of: Callable[[list[Tensor], MessageLayout, Tensor], None]) -> int:
-        """Elements of ``out`` that are not."""
+        """Count elements of ``out`` that differ from what ``expected_of`` writes."""
         wrong = 0
         for where in self.slices():
             small, values = self._reference(where)
@@ -113,7 +113,7 @@ class Data:
         return wrong
 
     def _reference(self, where: slice) -> tuple[MessageLayout, list[Tensor]]:
-        """The layout of a message of these elements alone, and what each message holds, on the CPU."""
+        """Return the layout of a message of only these elements, and each message's values, on the CPU."""
         x = self.x[where]
         values = [self.scaled(x, index).cpu() for index in range(len(self.messages))]
         return _layout(self.layout.codec.name, x.dtype, x.numel()), values
@@ -139,16 +139,16 @@ class Case:
 
     operation: str
     nbytes: int
-    """Read and written."""
+    """Bytes read and written."""
     call: Callable[[ModuleType], Any]
-    """With the kernels of a module."""
+    """Run the operation with the kernels of a module."""
     count_wrong: Callable[[], int]
     torch_form: Call
-    """The same in torch's operations, whose bits are not compared."""
+    """The same in torch's operations; its bits are not compared."""
 
 
 def make_cases(data: Data) -> Iterator[Case]:
-    """Quantize, decode, and for each of ``NUM_SUMMED`` that there are messages for, decode-sum and its requantize."""
+    """Yield quantize, decode, and decode-sum and requantize of each number of ``NUM_SUMMED`` messages available."""
     x, out, layout, spec, numel = data.x, data.out, data.layout, data.spec, data.x.numel()
     blocks, first, of_first = x.view(-1, layout.block), data.messages[:1], data.parts()
     encode = partial(torch_encode, blocks, spec)

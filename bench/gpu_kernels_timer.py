@@ -11,7 +11,7 @@ from zcomm._bench.harness import Timing, interleave
 __all__ = ["Timer"]
 
 HOST_LEAD_CYCLES = 400_000
-"""The GPU waits so long (about 0.2 ms) before a timed call: the host is ahead, and launches are not what is timed."""
+"""The GPU waits this long (about 0.2 ms) before a timed call, so that the host is ahead and launch time is hidden."""
 LEAST_FLUSH_NBYTES = 64 * 2**20
 
 
@@ -19,28 +19,28 @@ class Timer:
     """Times calls on one device."""
 
     def __init__(self, device: torch.device) -> None:
-        """Room to fill the device's cache with something else."""
+        """Allocate the memory whose filling evicts everything from the L2 cache."""
         self._device = device
         if device.type == "cuda":
             cache_nbytes = torch.cuda.get_device_properties(device).L2_cache_size
-            self._other = torch.empty(max(2 * cache_nbytes, LEAST_FLUSH_NBYTES), dtype=torch.uint8, device=device)
+            self._flush = torch.empty(max(2 * cache_nbytes, LEAST_FLUSH_NBYTES), dtype=torch.uint8, device=device)
 
     def times(self, calls: Mapping[str, Callable[[], object]], *, rounds: int) -> dict[str, Timing]:
-        """Each call once a round, in turn, after one round that is not counted."""
+        """Time the calls interleaved, once a round, after a warm-up round."""
         if self._device.type != "cuda":
             return interleave(calls, rounds=rounds)
         events = {name: [_two_events() for _ in range(rounds + 1)] for name in calls}
         for index in range(rounds + 1):
             for name, call in calls.items():
-                begin, end = events[name][index]
-                self._other.zero_()
+                start, end = events[name][index]
+                self._flush.zero_()
                 torch.cuda._sleep(HOST_LEAD_CYCLES)
-                begin.record()
+                start.record()
                 call()
                 end.record()
             torch.cuda.synchronize()
         return {
-            name: Timing(tuple(begin.elapsed_time(end) * 1e-3 for begin, end in pairs[1:]))
+            name: Timing(tuple(start.elapsed_time(end) * 1e-3 for start, end in pairs[1:]))
             for name, pairs in events.items()
         }
 

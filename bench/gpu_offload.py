@@ -1,13 +1,13 @@
 """Train a model on one GPU with masters and moments in host memory: rate, memory, and overlap of copies.
 
     python bench/gpu_offload.py --num-layers 24 --hidden-size 2048        1.2 G parameters
-    python bench/gpu_offload.py --largest                                 as many as the free memory holds
+    python bench/gpu_offload.py --largest                                 as many as fit into the free memory
     python bench/gpu_offload.py --device cpu --num-layers 2 --hidden-size 64 --seq-length 32      the same code, no GPU
 
-``zero.CPUAdam`` updates on the host, or torch's AdamW where the native module is not built; parameters and gradients in
-bfloat16 stay on the GPU. TFLOP/s counts 6 operations a parameter and token, and attention's, over the whole step. With
-a GPU one more step is traced: ``hidden`` is the share of the time of copies between host and GPU during which a kernel
-ran. ``#wrong``: the loss has not fallen.
+``zero.CPUAdam`` updates on the host, or torch's AdamW if the native module is not built. Parameters and gradients stay
+on the GPU in bfloat16. TFLOP/s counts 6 operations per parameter and token, and attention's, over the full step. On a
+GPU one more step is traced: ``hidden`` is the share of the copy time between host and GPU during which a kernel ran.
+``#wrong``: the loss has not fallen.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from zcomm._kernels.kernels import native_unavailable_reason
 from zero import ZeroOptimizer
 
 HOST_NBYTES, DEVICE_NBYTES = 18, 8
-"""A parameter, at the most: masters, moments, gradients and copies; parameters, gradients and the initial float32."""
+"""Bytes per parameter at most: masters, moments, gradients, copies; parameters, gradients, initial float32."""
 MEMORY_SHARE = 0.6
 HEAD_WIDTH = 128
 Interval = tuple[float, float]
@@ -56,27 +56,29 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--num-layers", type=int, default=24)
     parser.add_argument("--hidden-size", type=int, default=2048, help=f"a multiple of {HEAD_WIDTH}, or less than it")
-    parser.add_argument("--largest", action="store_true", help="layers of width 4096 into the free memory")
+    parser.add_argument(
+        "--largest", action="store_true", help="as many layers of width 4096 as fit into the free memory"
+    )
     parser.add_argument("--seq-length", type=int, default=1024)
     parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=3, help="timed ones, after one that is not")
-    parser.add_argument("--trace", type=Path, help="where the trace goes, for chrome://tracing or Perfetto")
+    parser.add_argument("--steps", type=int, default=3, help="timed steps, after one warm-up step")
+    parser.add_argument("--trace", type=Path, help="write the trace here, for chrome://tracing or Perfetto")
     parser.add_argument("--json", action="store_true", help="rows as JSON lines")
     arguments = parser.parse_args()
     if arguments.device == "cuda" and not torch.cuda.is_available():
-        parser.error("torch finds no CUDA device: --device cpu runs the same code without")
+        parser.error("torch finds no CUDA device: --device cpu runs the same code on the CPU")
     if arguments.steps < 1:
         parser.error(f"--steps must be at least 1: steps={arguments.steps}")
     return arguments
 
 
 def layer_numel(width: int) -> int:
-    """Parameters of one block, about."""
+    """Approximate number of parameters of one block."""
     return 12 * width * width
 
 
 def largest_num_layers(width: int, device: str) -> int:
-    """Blocks that ``MEMORY_SHARE`` of the free memory holds, on the host and on the GPU."""
+    """Number of blocks that fit into ``MEMORY_SHARE`` of the free memory, on the host and on the GPU."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
     numel = MEMORY_SHARE * available / HOST_NBYTES
@@ -87,18 +89,18 @@ def largest_num_layers(width: int, device: str) -> int:
 
 def covered(interval: Interval, others: Sequence[Interval]) -> float:
     """How much of ``interval`` the disjoint ``others`` cover."""
-    begin, end = interval
-    return sum(max(0.0, min(end, other_end) - max(begin, other_begin)) for other_begin, other_end in others)
+    start, end = interval
+    return sum(max(0.0, min(end, other_end) - max(start, other_start)) for other_start, other_end in others)
 
 
 def merged(intervals: Iterable[Interval]) -> list[Interval]:
     """The union of ``intervals``, disjoint and in order."""
     union: list[Interval] = []
-    for begin, end in sorted(intervals):
-        if union and begin <= union[-1][1]:
+    for start, end in sorted(intervals):
+        if union and start <= union[-1][1]:
             union[-1] = (union[-1][0], max(end, union[-1][1]))
         else:
-            union.append((begin, end))
+            union.append((start, end))
     return union
 
 
@@ -107,11 +109,11 @@ def share_hidden(events: Iterable[Event]) -> tuple[float, float]:
     copies, kernels = [], []
     for event in events:
         if not event.is_copy:
-            kernels.append((event.begin, event.end))
+            kernels.append((event.start, event.end))
         elif event.name.startswith("Memcpy") and "DtoD" not in event.name:
-            copies.append((event.begin, event.end))
+            copies.append((event.start, event.end))
     of_copies, of_kernels = merged(copies), merged(kernels)
-    total = sum(end - begin for begin, end in of_copies)
+    total = sum(end - start for start, end in of_copies)
     return total * 1e-6, sum(covered(copy, of_kernels) for copy in of_copies) / total if total else 0.0
 
 
@@ -138,22 +140,22 @@ def rates(arguments: argparse.Namespace, device: torch.device, step: Callable[[]
     """Time the steps."""
     seconds = []
     for index in range(arguments.steps + 1):
-        begin = time.perf_counter()
+        start = time.perf_counter()
         step()
         if device.type == "cuda":
             torch.cuda.synchronize()
         if index:
-            seconds.append(time.perf_counter() - begin)
+            seconds.append(time.perf_counter() - start)
     median, num_tokens = statistics.median(seconds), arguments.batch_size * arguments.seq_length
     numel, config = sum(p.numel() for p in model.parameters()), model.config
-    of_attention = 6 * config.num_layers * config.seq_length * config.hidden_size  # causal: half of 12
+    of_attention = 6 * config.num_layers * config.seq_length * config.hidden_size  # causal attention: half of 12
     tflops = num_tokens * (6 * numel + of_attention) / median / 1e12
     rate = {"p50_ms": 1e3 * median, "tokens_per_s": num_tokens / median, "tflops": tflops}
     return {"parameters": numel, "optimizer": "AdamW" if native_unavailable_reason() else "CPUAdam", **rate}
 
 
 def of_trace(events: Sequence[Event]) -> dict[str, Any]:
-    """What a traced step says of its copies."""
+    """Return the columns of a traced step."""
     if (launches := count_launches(events)) is None:
         return {}
     seconds, share = share_hidden(events)
@@ -161,7 +163,7 @@ def of_trace(events: Sequence[Event]) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Build, time, trace; 1 if the loss has not fallen."""
+    """Build, time and trace; return 1 if the loss has not fallen."""
     arguments = parse_arguments()
     device, report = torch.device(arguments.device), BenchReport(COLUMNS, as_json=arguments.json)
     report.start("gpu_offload", device=device.type, steps=arguments.steps)

@@ -2,8 +2,8 @@
 
     python bench/gpu_ranks.py 4 bench/gpu_collectives.py --ranks-per-node 2
 
-As torchrun --standalone does, but without torch, a rendezvous or a name service, and no rank outlives this process: one
-that fails ends the others, and a SIGKILL of this process ends them all. The exit code is that of the first that failed.
+Like torchrun --standalone, but without torch, a rendezvous or name resolution. No rank outlives this process: a rank
+that fails ends the others, and SIGKILL of this process ends all. The exit code is that of the first rank that failed.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ POLL_S = 0.05
 
 
 def run_ranks(num_ranks: int, command: Sequence[str]) -> int:
-    """Run ``command`` once for each rank; the first exit code that is not 0, of a signal as a shell has it."""
+    """Run ``command`` on every rank; return the first exit code that is not 0, 128 + N for signal N."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     ranks = [_start(rank, num_ranks, port, command) for rank in range(num_ranks)]
     try:
         while True:
-            codes = [rank.poll() for rank in ranks]  # of all: one that fails must not wait for those before it
+            codes = [rank.poll() for rank in ranks]  # poll all: a failure must not wait for ranks before it
             if failed := [code for code in codes if code]:
                 return _code(failed[0])
             if None not in codes:
@@ -41,11 +41,11 @@ def run_ranks(num_ranks: int, command: Sequence[str]) -> int:
 
 
 def _start(rank: int, num_ranks: int, port: int, command: Sequence[str]) -> subprocess.Popen[bytes]:
-    told = {
+    variables = {
         "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks, "GROUP_RANK": 0,
         "GROUP_WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
     }  # fmt: skip
-    environment = {"OMP_NUM_THREADS": "1", **os.environ, **{name: str(value) for name, value in told.items()}}
+    environment = {"OMP_NUM_THREADS": "1", **os.environ, **{name: str(value) for name, value in variables.items()}}
     # This process has one thread: preexec_fn is safe.
     return subprocess.Popen(list(command), env=environment, preexec_fn=die_with_parent)  # noqa: PLW1509
 

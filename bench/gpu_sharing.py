@@ -1,8 +1,9 @@
 """Initialize the process group of a benchmark whose ranks may share a GPU.
 
-NCCL refuses two ranks on one GPU unless it is told: from 2.30 on by ``NCCL_MULTI_RANK_GPU_ENABLE``; before, ranks with
-different ``NCCL_HOSTID`` are taken for ranks of different machines, which exchange over sockets. Processes that share a
-GPU take turns, so times of several ranks are no measure of an exchange; the host's time and the launches are the same.
+By default NCCL refuses two ranks on one GPU. NCCL 2.30 and later allow it with ``NCCL_MULTI_RANK_GPU_ENABLE``. Before,
+ranks with different ``NCCL_HOSTID`` count as ranks of different machines, which exchange over sockets. Processes that
+share a GPU are time-sliced, so the times of several ranks do not measure an exchange; host time and launches do not
+change.
 """
 
 from __future__ import annotations
@@ -17,23 +18,23 @@ from zcomm import Topology, control
 from zcomm._bench.harness import BenchReport, Column
 from zcomm._bench.launch import process_group
 
-__all__ = ["agreed", "begun", "joined", "sharing"]
+__all__ = ["join_ranks", "on_first_rank", "sharing", "start_report"]
 
 FEW_CTAS = "4"
-"""Of an NCCL kernel: those of all ranks have to fit on the GPU."""
+"""CTAs of an NCCL kernel: the kernels of all ranks must fit on the GPU together, or they deadlock."""
 
 
 def sharing(rank: int, nccl: tuple[int, ...]) -> dict[str, str]:
-    """What NCCL of version ``nccl`` has to be told for ``rank`` to share its GPU."""
-    told = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "NCCL_MAX_CTAS": FEW_CTAS}
+    """Return the environment in which NCCL of version ``nccl`` lets ``rank`` share its GPU."""
+    environment = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "NCCL_MAX_CTAS": FEW_CTAS}
     if nccl >= (2, 30):
-        return told | {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
-    return told | {"NCCL_HOSTID": f"rank-{rank}"}
+        return environment | {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
+    return environment | {"NCCL_HOSTID": f"rank-{rank}"}
 
 
 @contextmanager
-def joined(device: str, ranks_per_node: int | None = None) -> Iterator[tuple[Topology, torch.device]]:
-    """Join the ranks; so many consecutive ones stand in for a node, None: all of them."""
+def join_ranks(device: str, ranks_per_node: int | None = None) -> Iterator[tuple[Topology, torch.device]]:
+    """Join the ranks; ``ranks_per_node`` consecutive ones stand in for a node, None: all ranks."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     if device == "cuda" and os.environ["WORLD_SIZE"] != "1":
         os.environ |= sharing(int(os.environ["RANK"]), tuple(torch.cuda.nccl.version()))
@@ -47,10 +48,10 @@ def joined(device: str, ranks_per_node: int | None = None) -> Iterator[tuple[Top
             topology.close()
 
 
-def begun(
+def start_report(
     name: str, columns: Sequence[Column], topology: Topology, device: torch.device, *, as_json: bool, **facts: object
 ) -> BenchReport | None:
-    """The report of benchmark ``name``, whose context has been printed; None on all ranks but the first."""
+    """Print the context of benchmark ``name`` and return its report; None on all ranks but the first."""
     if topology.rank:
         return None
     report = BenchReport(columns, as_json=as_json)
@@ -58,6 +59,6 @@ def begun(
     return report
 
 
-def agreed(is_so: bool, topology: Topology) -> bool:  # noqa: FBT001  (one rank's answer is all there is)
-    """Whether it is so on the first rank; the same on all."""
-    return bool(control.gather_float64(torch.tensor([float(is_so)]), topology)[0, 0])
+def on_first_rank(flag: bool, topology: Topology) -> bool:  # noqa: FBT001  (the only argument of interest)
+    """Return the value of the first rank, on all ranks."""
+    return bool(control.gather_float64(torch.tensor([float(flag)]), topology)[0, 0])

@@ -2,19 +2,19 @@
 
     python bench/gpu_static.py [--archs 80,90,100] [--formats int8,int4] [--output FILE]
 
-Triton's kernels, and with nvcc those of cpp/cuda, are compiled here, without a GPU, and disassembled. Of each: what a
-thread executes on the fast path of its tile (gpu_static_sass.py says which that is), for an element, and what share of
-the rate of device memory (HBM) that allows if 80 % of all issue slots are used:
+The Triton kernels, and with nvcc those of cpp/cuda, are compiled and disassembled. Each row shows what a thread
+executes per element on the fast path of its tile (defined in gpu_static_sass.py), and what share of the rate of device
+memory (HBM) that allows if 80 % of all issue slots are used:
 
     share = min(1, 0.8 * lane instructions a second / weight of an element / (HBM bytes a second / bytes of an element))
 
-An instruction weighs 128 over the lanes of its arithmetic unit, so one on integers, at half rate, weighs 2; memory
-accesses, shuffles, special functions and control weigh 1. All weights are added up, as if no unit worked while another
-does. Arrays are bfloat16 and begin at 16 bytes; sums are of 8 messages; requantization is to the format of the
-messages; Triton's programs are the largest that tuning tries.
-Of CUDA's, whose paths depend on dtype and block at run time, the fast path is not counted (nan).
+An instruction weighs 128 over the lanes of its arithmetic unit, so an integer instruction, at half rate, weighs 2;
+memory accesses, shuffles, special functions and control weigh 1. The weights are added up, as if units never worked in
+parallel. Arrays are bfloat16 and aligned to 16 bytes; sums are of 8 messages; requantization is to the format of the
+messages; Triton programs are the largest that tuning tries. The fast path of the CUDA kernels is not counted (nan), as
+their paths depend on dtype and block at run time.
 
-A report, not a gate: what is measured on a GPU is right where the two differ.
+This is an estimate, not a gate: measurements on a GPU take precedence.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ __all__ = ["GPUS", "Gpu", "Row", "main", "row_of", "weight_of"]
 FORMATS = ("int8", "int4", "nf4", "fp8_e4m3")
 ISSUED_SHARE = 0.8
 AIMS = {"int8": 0.85, "int4": 0.85, "fp8_e4m3": 0.80, "nf4": 0.70}
-"""Of quantize and decode on sm_90."""
+"""Goals of the share, for quantize and decode on sm_90."""
 LANES = 128
-"""That the four schedulers of a multiprocessor issue to in a cycle: a warp each."""
+"""Lanes that the four schedulers of a multiprocessor issue to in a cycle: a warp each."""
 # Lanes a cycle by unit: NVIDIA's CUDA programming guide, table of the throughput of native arithmetic instructions, of
 # compute capability 8.0, 9.0 and 10.0: integers, comparisons, selections, permutations and packing conversions at 64.
 FLOAT32 = frozenset({"FADD", "FMUL", "FFMA", "FADD2", "FMUL2", "FFMA2"})
@@ -45,18 +45,18 @@ OTHER_UNITS = frozenset({
     "LDG", "STG", "LDS", "STS", "LDL", "STL", "LDSM", "STSM", "LDC", "S2R", "CS2R", "R2UR", "SHFL", "REDUX", "MUFU",
     "I2F", "F2I", "FCHK", "BRA", "EXIT", "BSSY", "BSYNC", "BAR", "RET", "CALL", "WARPSYNC", "DEPBAR", "YIELD", "MEMBAR",
 })  # fmt: skip
-"""Memory, shuffles, special functions and control: one issue slot, and work beside the arithmetic units."""
+"""Memory, shuffles, special functions and control take one issue slot and no arithmetic unit."""
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU of an architecture."""
+    """The rates of one GPU."""
 
     name: str
     lane_instructions_per_s: float
     hbm_nbytes_per_s: float
     float32_lanes: int
-    """A cycle and multiprocessor; those of other arithmetic are 64."""
+    """Lanes per cycle and multiprocessor; other arithmetic has ``other_lanes``."""
     source: str
     other_lanes: int = 64
 
@@ -70,7 +70,7 @@ GPUS = {
 
 
 def weight_of(instruction: Instruction, gpu: Gpu) -> float:
-    """Issue slots that an instruction takes, or that its arithmetic unit needs for it."""
+    """Return the issue slots that an instruction takes, or keeps its arithmetic unit busy for."""
     name = instruction.name
     if name in OTHER_UNITS or name.startswith("U"):
         return 1
@@ -89,15 +89,15 @@ class Row:
     num_registers: int
     spilled_nbytes: int
     num_static: float
-    """Instructions of the whole kernel, for an element of a thread."""
+    """Instructions of the full kernel, per element of a thread."""
     instructions: float
     weight: float
-    """Of the fast path, for an element; NaN where it was not found."""
+    """Weight of the fast path per element; NaN if no fast path was found."""
     nbytes: float
 
     @property
     def share(self) -> float:
-        """Of the rate of device memory; NaN without a fast path."""
+        """Share of the rate of device memory; NaN without a fast path."""
         if math.isnan(self.weight):
             return self.weight
         gpu = GPUS[self.arch]
@@ -105,7 +105,7 @@ class Row:
         return min(1.0, of_issue * self.nbytes / gpu.hbm_nbytes_per_s)
 
     def line(self) -> str:
-        """For a table in Markdown."""
+        """Return the row of the Markdown table."""
         aim = AIMS.get(self.format, 0.0) if self.arch == 90 and self.operation in ("quantize", "decode") else 0.0
         verdict = (
             ""
@@ -130,7 +130,7 @@ HEADER = (
 
 
 def row_of(backend: str, operation: str, format: str, arch: int, tile: str, kernel: Kernel) -> Row:
-    """What the kernel's code says."""
+    """Analyze the code of one kernel."""
     sums = operation in ("decode_sum", "requantize")
     path = None if backend == "CUDA" else kernel.code.fast_path(
         kernel.access, lambda instruction: weight_of(instruction, GPUS[arch]),
@@ -161,7 +161,7 @@ def _report(archs: list[int], formats: tuple[str, ...]) -> Iterator[str]:
     yield "# Kernels, by their machine code"
     yield ""
     yield "`python bench/gpu_static.py --output bench/results/gpu_static.md`; no GPU ran. What the columns mean"
-    yield "stands at the top of bench/gpu_static.py; `static` counts a kernel's whole code, `fast` what a thread"
+    yield "is explained at the top of bench/gpu_static.py; `static` counts a kernel's full code, `fast` what a thread"
     yield "executes for a tile, `weight` the same with 2 for each instruction at half rate; all for an element."
     for arch in archs:
         gpu = GPUS[arch]
@@ -176,14 +176,14 @@ def _report(archs: list[int], formats: tuple[str, ...]) -> Iterator[str]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print the tables; 1 if a tool is missing."""
+    """Print the tables; return 1 if a tool is missing."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--archs", default="80,90,100", help="comma separated, of 80, 90 and 100 (all)")
     parser.add_argument("--formats", default=",".join(FORMATS), help="comma separated (all four block codecs)")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write the tables there, too")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="also write the tables to this file")
     chosen = parser.parse_args(arguments)
     if missing := missing_tools():
-        print(f"nothing can be read: {', '.join(missing)} missing (Triton's package brings them)", file=sys.stderr)
+        print(f"cannot disassemble: {', '.join(missing)} missing (Triton's package contains them)", file=sys.stderr)
         return 1
     lines = []
     for line in _report([int(arch) for arch in chosen.archs.split(",")], tuple(chosen.formats.split(","))):

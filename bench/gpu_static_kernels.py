@@ -40,18 +40,18 @@ Launch = tuple[Any, tuple[Any, ...], dict[str, Any]]
 
 
 class Kernel(NamedTuple):
-    """One kernel's code, and what a thread of it does for its part of a tile."""
+    """The code of one kernel, and the work of a thread for its part of a tile."""
 
     code: Code
     num_registers: int
     elements: int
-    """Of a thread."""
+    """Elements of a thread."""
     access: Access
-    """With one message, in accesses of four bytes and more."""
+    """Bytes accessed with one message, in accesses of four bytes and more."""
     message_nbytes: int
-    """Of a further message."""
+    """Bytes loaded for each further message."""
     nbytes: float
-    """From and to device memory, for each element of the result."""
+    """Bytes from and to device memory, per element of the result."""
 
 
 def _tool(name: str) -> str:
@@ -60,12 +60,12 @@ def _tool(name: str) -> str:
 
 
 def missing_tools() -> list[str]:
-    """Those without which there is nothing to read."""
+    """Return the missing tools of those that disassembly needs."""
     return [name for name in ("nvdisasm", "cuobjdump", "ptxas") if not _tool(name)]
 
 
 def _read(cubin: Path) -> tuple[dict[str, Code], dict[str, int]]:
-    """Code and number of registers of each function."""
+    """Read the code and the number of registers of each function."""
     text = subprocess.run([_tool("nvdisasm"), "-c", cubin], capture_output=True, text=True, check=True).stdout
     usage = subprocess.run([_tool("cuobjdump"), "-res-usage", cubin], capture_output=True, text=True, check=True).stdout
     return parse_code(text), {name: int(n) for name, n in re.findall(r"Function (\S+):\s+REG:(\d+)", usage)}
@@ -108,26 +108,26 @@ def _call(operation: str, layout: MessageLayout) -> None:
 
 @contextmanager
 def _launches() -> Iterator[list[Launch]]:
-    """What is launched meanwhile, instead of launching it."""
-    taken: list[Launch] = []
-    launched = _run._launch
-    _run._launch = lambda kernel, _, arguments, constants, *__: taken.append((kernel, arguments, constants))
+    """Record launches inside the block instead of launching."""
+    recorded: list[Launch] = []
+    real_launch = _run._launch
+    _run._launch = lambda kernel, _, arguments, constants, *__: recorded.append((kernel, arguments, constants))
     try:
-        yield taken
+        yield recorded
     finally:
-        _run._launch = launched
+        _run._launch = real_launch
 
 
 def _compiled(launched: Launch, tile: int, warps: int, arch: int) -> Any:
-    """As a launch would: ints of 1 are constants and multiples of 16 are known as such, but where it is refused."""
+    """Compile as a launch does: specialize on ints of 1 and multiples of 16, unless the parameter forbids it."""
     kernel, arguments, constants = launched
     known: dict[str, Any] = constants | {"TILE": tile}
     signature: dict[str, str] = {}
     attributes: dict[tuple[int, ...], list[list[Any]]] = {}
     for index, name in enumerate(kernel.arg_names):
         value = known[name] if name in known else arguments[index]
-        is_special = not kernel.params[index].do_not_specialize
-        if name in known or value is None or (isinstance(value, int) and value == 1 and is_special):
+        may_specialize = not kernel.params[index].do_not_specialize
+        if name in known or value is None or (isinstance(value, int) and value == 1 and may_specialize):
             signature[name], known[name] = "constexpr", value
         elif isinstance(value, Tensor):
             signature[name], attributes[(index,)] = POINTERS[value.dtype], [["tt.divisibility", 16]]
@@ -135,7 +135,7 @@ def _compiled(launched: Launch, tile: int, warps: int, arch: int) -> Any:
             signature[name] = "fp32"
         else:
             signature[name] = "i32" if -(2**31) <= value < 2**31 else "i64"
-            if value % 16 == 0 and is_special:
+            if value % 16 == 0 and may_specialize:
                 attributes[(index,)] = [["tt.divisibility", 16]]
     options = {"num_warps": warps, "enable_fp_fusion": False}
     return triton.compile(
@@ -144,12 +144,12 @@ def _compiled(launched: Launch, tile: int, warps: int, arch: int) -> Any:
 
 
 def triton_kernel(operation: str, format: str, arch: int) -> tuple[int, int, Kernel]:
-    """Elements, warps and code of the largest program for bfloat16 values that begin at 16 bytes."""
+    """Return elements, warps and code of the largest program, for bfloat16 values aligned to 16 bytes."""
     layout = layout_of("static", get_format(format), torch.bfloat16, 1, NUMEL)
-    with _launches() as taken:
+    with _launches() as recorded:
         _call(operation, layout)
-    tile, warps = _run.candidates_of(taken[0][0])[-1]
-    compiled = _compiled(taken[0], tile, warps, arch)
+    tile, warps = _run.candidates_of(recorded[0][0])[-1]
+    compiled = _compiled(recorded[0], tile, warps, arch)
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder) / "kernel.cubin"
         cubin.write_bytes(compiled.asm["cubin"])
@@ -164,7 +164,7 @@ def triton_kernel(operation: str, format: str, arch: int) -> tuple[int, int, Ker
 
 
 def cuda_kernels(arch: int) -> Iterator[tuple[str, str, Kernel]]:
-    """Operation, format and kernel, of all for block codecs."""
+    """Yield operation, format and kernel for all block codecs."""
     nvcc = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
     if not Path(nvcc).exists():
         return

@@ -1,9 +1,9 @@
-"""Parse machine code: instructions, basic blocks, and what the fast path of a tile executes.
+"""Parse machine code: find instructions, basic blocks, and the fast path of a tile.
 
-The fast path is the cheapest way from the kernel's entry to its end (from the head of its loop over tiles to that
+The fast path is the cheapest path from the kernel's entry to its end (from the head of its loop over tiles to that
 loop's end, if it has one) on which a thread loads and stores exactly the bytes of its part of a tile, in accesses of
-four bytes and more. That leaves out the routine that divides unusual numbers, accesses element by element, and the
-ends of messages. A loop over messages is on the path once for each further one.
+four bytes and more. That excludes the division of unusual numbers, accesses of single elements, and the ends of
+messages. A loop over messages is on the path once for each further message.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SMALLEST_ACCESS_NBYTES = 4
 
 
 class Instruction(NamedTuple):
-    """One, with its predicate (or an empty string) and the label that it names (likewise)."""
+    """An instruction with its predicate and its target label; either may be an empty string."""
 
     predicate: str
     opcode: str
@@ -32,7 +32,7 @@ class Instruction(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Without modifiers. ptxas leaves some loops by CALL to a label of the same function: that is a branch."""
+        """The opcode without modifiers. ptxas leaves some loops by CALL to a label of the same function: a branch."""
         name = self.opcode.split(".", 1)[0]
         return "BRA" if name == "CALL" and LABEL.match(self.target + ":") else name
 
@@ -51,13 +51,13 @@ class Path(NamedTuple):
     weight: float
 
     def plus(self, other: Path, times: int = 1) -> Path:
-        """This one, then ``other`` ``times``."""
+        """Return this path followed by ``times`` times ``other``."""
         return Path(self.instructions + times * other.instructions, self.weight + times * other.weight)
 
 
 @dataclass
 class Block:
-    """Instructions that are executed one after another, and the numbers of the blocks that may follow."""
+    """A basic block, with the numbers of the blocks that may follow."""
 
     instructions: list[Instruction]
     after: list[int] = field(default_factory=list)
@@ -69,18 +69,18 @@ class Block:
 
     @property
     def access(self) -> Access:
-        """In accesses of at least four bytes."""
+        """Bytes in accesses of at least four bytes."""
         sizes = [(i.name, access_nbytes(i)) for i in self.instructions]
         kept = [(name, nbytes) for name, nbytes in sizes if nbytes >= SMALLEST_ACCESS_NBYTES]
         return Access(sum(n for name, n in kept if name.startswith("LDG")), sum(n for name, n in kept if name == "STG"))
 
     def count(self, name: str) -> int:
-        """How many instructions have this name."""
+        """Count the instructions with this name."""
         return sum(i.name == name for i in self.instructions)
 
 
 def access_nbytes(instruction: Instruction) -> int:
-    """Bytes of a thread, of instructions that access memory; else 0."""
+    """Return the bytes that a thread accesses in memory; 0 for other instructions."""
     if instruction.name not in ("LDG", "LDGSTS", "STG", "LDL", "STL"):
         return 0
     parts = instruction.opcode.split(".")[1:]
@@ -88,7 +88,7 @@ def access_nbytes(instruction: Instruction) -> int:
 
 
 def parse_code(text: str) -> dict[str, Code]:
-    """The functions in the output of ``nvdisasm -c``, by their names."""
+    """Parse the output of ``nvdisasm -c`` to functions by name."""
     codes: dict[str, Code] = {}
     for section in re.split(r"^//-+ \.text\.", text, flags=re.MULTILINE)[1:]:
         codes[section.split(maxsplit=1)[0]] = Code(_blocks(section))
@@ -120,7 +120,7 @@ def _after(number: int, block: Block, labels: dict[str, int], num_blocks: int) -
     last = block.instructions[-1] if block.instructions else Instruction("", "NOP", "")
     if last.name == "BRA" and last.target in labels:
         yield labels[last.target]
-    # a branch that is not taken by a predicate among its operands has no predicate of its own only if it is uniform
+    # a uniform branch (.U) has its predicate among its operands, not in front, and may fall through
     is_always = last.name in ("BRA", "EXIT", "RET") and not last.predicate and ".U" not in last.opcode
     if not is_always and number + 1 < num_blocks:
         yield number + 1
@@ -128,13 +128,13 @@ def _after(number: int, block: Block, labels: dict[str, int], num_blocks: int) -
 
 @dataclass
 class Code:
-    """One kernel."""
+    """The code of one kernel."""
 
     blocks: list[Block]
 
     @property
     def instructions(self) -> list[Instruction]:
-        """All of them, in their order."""
+        """All instructions, in order."""
         return [i for block in self.blocks for i in block.instructions]
 
     @property
@@ -145,14 +145,14 @@ class Code:
     def fast_path(
         self, wanted: Access, weigh: Callable[[Instruction], float], *, num_messages: int = 1, message_nbytes: int = 0
     ) -> Path | None:  # fmt: skip
-        """What a thread executes for its part of a tile, or None if no path accesses just ``wanted``.
+        """Return what a thread executes for its part of a tile, or None if no path accesses exactly ``wanted``.
 
         ``wanted`` holds one message of ``num_messages``; each further one takes loads of ``message_nbytes`` in a loop.
         """
         search = _Search(self.blocks, weigh)
         loops = search.loops()
-        turns = [search.best(loop.head, loop.last, wanted) for loop in loops]
-        path = min((turn for turn in turns if turn is not None), default=search.best(0, None, wanted))
+        found = [search.best(loop.head, loop.last, wanted) for loop in loops]
+        path = min((path for path in found if path is not None), default=search.best(0, None, wanted))
         if path is None:
             return None
         further = search.further(loops, message_nbytes, num_messages - 1)
@@ -160,7 +160,7 @@ class Code:
 
 
 class _Loop(NamedTuple):
-    """The block where it begins, and the one that branches back there."""
+    """The first block of a loop, and the block that branches back to it."""
 
     head: int
     last: int
@@ -172,7 +172,7 @@ class _Search:
     weigh: Callable[[Instruction], float]
 
     def loops(self) -> list[_Loop]:
-        """By branches to what stands before."""
+        """Find the loops by their backward branches."""
         return [
             _Loop(after, number)
             for number, block in enumerate(self.blocks)
@@ -183,11 +183,11 @@ class _Search:
 
     @staticmethod
     def _is_trap(block: Block, number: int, after: int) -> bool:
-        """The endless loop that pads a function."""
+        """Whether it is the endless loop that pads a function."""
         return number == after and len(block.instructions) == 1
 
     def best(self, first: int, last: int | None, wanted: Access) -> Path | None:
-        """The cheapest path from block ``first`` to the end of ``last``, or of the kernel, with accesses ``wanted``."""
+        """Find the cheapest path from ``first`` to the end of ``last`` or the kernel, with accesses ``wanted``."""
         queue: list[tuple[float, float, int, Access]] = [(0.0, 0.0, first, Access(0, 0))]
         seen: set[tuple[int, Access]] = set()
         while queue:
@@ -213,12 +213,12 @@ class _Search:
         return None
 
     def further(self, loops: list[_Loop], message_nbytes: int, num_messages: int) -> Path | None:
-        """``num_messages`` more, in the loops that take four, or one, in a turn; None if no loop loads them."""
+        """Return the path of ``num_messages`` more, in loops over 4, 2 or 1 messages; None without such loops."""
         total = Path(0, 0)
-        for in_turn in (4, 2, 1):
-            wanted = Access(in_turn * message_nbytes, 0)
-            turns = [self.best(loop.head, loop.last, wanted) for loop in loops if num_messages >= in_turn]
-            if found := [turn for turn in turns if turn is not None]:
-                total = total.plus(min(found), num_messages // in_turn)
-                num_messages %= in_turn
+        for at_once in (4, 2, 1):
+            wanted = Access(at_once * message_nbytes, 0)
+            paths = [self.best(loop.head, loop.last, wanted) for loop in loops if num_messages >= at_once]
+            if found := [path for path in paths if path is not None]:
+                total = total.plus(min(found), num_messages // at_once)
+                num_messages %= at_once
         return None if num_messages else total

@@ -14,27 +14,27 @@ __all__ = ["Event", "Launches", "count_launches", "traced"]
 
 
 class Event(NamedTuple):
-    """A kernel or copy on the GPU, with its begin and end in microseconds."""
+    """A kernel or copy on the GPU, with its start and end in microseconds."""
 
     name: str
-    begin: float
+    start: float
     end: float
 
     @property
     def is_copy(self) -> bool:
-        """Whether it copied or filled memory, without a kernel."""
+        """Whether it is a copy or a fill, not a kernel."""
         return self.name.startswith(("Memcpy", "Memset"))
 
 
 class Launches(NamedTuple):
-    """Kernels and copies that a call has launched."""
+    """Numbers of kernels and copies that a call has launched."""
 
     kernels: int
     copies: int
 
 
 def traced(call: Callable[[], object], device: torch.device, path: Path | None = None) -> list[Event]:
-    """Run ``call`` under the profiler; the trace goes to ``path``. On the CPU there are no events, and no trace."""
+    """Run ``call`` under the profiler and write the trace to ``path``. On the CPU there are no events and no trace."""
     if device.type != "cuda":
         call()
         return []
@@ -52,6 +52,6 @@ def traced(call: Callable[[], object], device: torch.device, path: Path | None =
 
 
 def count_launches(events: Iterable[Event]) -> Launches | None:
-    """Kernels, and copies with fillings; None if there was nothing, for then the profiler cannot see this GPU."""
+    """Count kernels, and copies or fills; None without events, as the profiler then does not support this GPU."""
     of_copy = [event.is_copy for event in events]
     return Launches(of_copy.count(False), of_copy.count(True)) if of_copy else None

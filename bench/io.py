@@ -1,12 +1,12 @@
-"""File I/O with O_DIRECT, compared with fio on the same disk in the same minute.
+"""Time file I/O with O_DIRECT, interleaved with fio on the same disk.
 
     python bench/io.py FOLDER [--size-mib 512] [--rounds 9] [--request-kib 1024] [--in-flight 16] [--json]
 
-Every contender has a file of its own, which it reads from end to end, writes over, and reads and writes at once
-(``both``: half of the bytes each way), in turn, each round; the files are removed. ``zero`` is what ``aio_settings.py``
-measures, ``checked`` the files of the tiers, of whose pages checksums are kept. ``/fio``: rate over fio's, the median
-over the rounds; without fio on the PATH that column stays empty. ``#wrong`` counts transfers whose bytes are not those
-that were written.
+Every contender has a separate file. In each round it reads the full file, overwrites it, and reads and writes at the
+same time (``both``: half of the bytes each way). The files are removed at the end. ``zero`` is what ``aio_settings.py``
+measures, ``checked`` the files of the NVMe tier, which keep checksums of their pages. ``/fio`` is the rate over fio's,
+the median over the rounds; without fio on the PATH that column is empty. ``#wrong`` counts transfers that read other
+bytes than were written.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ MIB = 1024**2
 
 
 class Contender(ABC):
-    """Reads and writes a file of its own."""
+    """Reads and writes one file."""
 
     engine: str
 
     @abstractmethod
     def rate(self, direction: str) -> float:
-        """Bytes a second over the whole file."""
+        """Return bytes per second over the full file."""
 
     def count_wrong(self) -> int:
-        """Transfers whose bytes are not those that were written."""
+        """Count transfers that read other bytes than were written."""
         return 0
 
     @abstractmethod
@@ -63,7 +63,7 @@ class Contender(ABC):
 
 
 class Zero(Contender):
-    """Transfers of several requests, as many at a time as keep all requests in flight."""
+    """Transfers of several requests; enough of them that all requests are in flight."""
 
     def __init__(self, nbytes: int, files: FileSettings) -> None:
         self.transfer = files.request_nbytes * TRANSFER_REQUESTS
@@ -73,15 +73,15 @@ class Zero(Contender):
         self.targets = [aligned_bytes(self.transfer) for _ in range(self.in_flight)]
 
     @abstractmethod
-    def begin(self, verb: str, index: int) -> Callable[[], None]:
-        """Start a transfer of the file's part ``index``; what waits for it."""
+    def start(self, verb: str, index: int) -> Callable[[], None]:
+        """Start a transfer of the file's part ``index``; return a function that waits for it."""
 
     def rate(self, direction: str) -> float:
-        """From the first submission to the last end."""
+        """Measure from the first submission to the last completion."""
         waits: deque[Callable[[], None]] = deque()
         start = time.perf_counter()
         for index in range(self.count):
-            waits.append(self.begin(("read", "write")[index % 2] if direction == "both" else direction, index))
+            waits.append(self.start(("read", "write")[index % 2] if direction == "both" else direction, index))
             if len(waits) == self.in_flight:
                 waits.popleft()()
         while waits:
@@ -89,16 +89,16 @@ class Zero(Contender):
         return self.count * self.transfer / (time.perf_counter() - start)
 
     def count_wrong(self) -> int:
-        """By reading all, without a clock."""
+        """Read the full file and compare it."""
         num_wrong = 0
         for index in range(self.count):
-            self.begin("read", index)()
+            self.start("read", index)()
             num_wrong += not torch.equal(self.targets[index % self.in_flight], self.sources[index % self.in_flight])
         return num_wrong
 
 
 class Plain(Zero):
-    """The native queue alone."""
+    """The native file queue."""
 
     def __init__(self, folder: Path, nbytes: int, files: FileSettings) -> None:
         super().__init__(nbytes, files)
@@ -107,10 +107,10 @@ class Plain(Zero):
         self.engine = str(self.queue.engine)
         self.file = self.queue.create(str(self.path), nbytes)
 
-    def begin(self, verb: str, index: int) -> Callable[[], None]:  # noqa: D102
+    def start(self, verb: str, index: int) -> Callable[[], None]:  # noqa: D102
         buffer = (self.targets if verb == "read" else self.sources)[index % self.in_flight]
-        begin = getattr(self.queue, verb)
-        ticket = begin(self.file, index * self.transfer, buffer.data_ptr(), self.transfer)
+        submit = getattr(self.queue, verb)
+        ticket = submit(self.file, index * self.transfer, buffer.data_ptr(), self.transfer)
         return lambda: self.queue.wait(ticket)
 
     def close(self) -> None:  # noqa: D102
@@ -118,7 +118,7 @@ class Plain(Zero):
 
 
 class Checked(Zero):
-    """A file of the tiers."""
+    """A file of the NVMe tier."""
 
     engine = "checksums"
 
@@ -127,7 +127,7 @@ class Checked(Zero):
         self.store = FileStore(folder, files=files, name="bench", topology=None)
         self.file = self.store.create("data", nbytes)
 
-    def begin(self, verb: str, index: int) -> Callable[[], None]:  # noqa: D102
+    def start(self, verb: str, index: int) -> Callable[[], None]:  # noqa: D102
         buffer = (self.targets if verb == "read" else self.sources)[index % self.in_flight]
         return getattr(self.store, verb)(self.file, index * self.transfer, buffer).wait  # type: ignore[no-any-return]
 
@@ -136,7 +136,7 @@ class Checked(Zero):
 
 
 class Fio(Contender):
-    """One job of fio, by its own clock."""
+    """One job of fio."""
 
     def __init__(self, folder: Path, nbytes: int, files: FileSettings) -> None:
         self.path = folder / f"bench-io-fio-{os.getpid()}"
@@ -148,7 +148,7 @@ class Fio(Contender):
         ]  # fmt: skip
 
     def rate(self, direction: str) -> float:
-        """By fio's own clock."""
+        """Use fio's measurement."""
         mode = {"read": "read", "write": "write", "both": "rw"}[direction]
         done = subprocess.run([*self.arguments, f"--rw={mode}"], capture_output=True, text=True, check=True)
         job = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]
@@ -160,7 +160,7 @@ class Fio(Contender):
 
 
 def bench(report: BenchReport, folder: Path, nbytes: int, files: FileSettings, rounds: int) -> None:
-    """Print the rows of all directions."""
+    """Measure all directions and print their rows."""
     contenders: dict[str, Contender] = {}
     try:
         contenders["zero"] = Plain(folder, nbytes, files)
@@ -168,9 +168,9 @@ def bench(report: BenchReport, folder: Path, nbytes: int, files: FileSettings, r
         if shutil.which("fio"):
             contenders["fio"] = Fio(folder, nbytes, files)
         else:
-            report.note("fio does not compete: it is not installed (apt-get install fio)")
+            report.note("fio is not measured: it is not installed (apt-get install fio)")
         for contender in contenders.values():
-            contender.rate("write")  # space that was never written is read without the disk
+            contender.rate("write")  # space never written is read without the disk
         for direction in DIRECTIONS:
             rates: dict[str, list[float]] = {name: [] for name in contenders}
             for _ in range(rounds):
@@ -189,12 +189,14 @@ def bench(report: BenchReport, folder: Path, nbytes: int, files: FileSettings, r
 
 
 def main() -> int:
-    """Run all rows; 1 when a result is wrong."""
+    """Print all rows; return 1 if a result is wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="on the disk to measure; gets three files for the moment")
-    parser.add_argument("--size-mib", type=int, default=512, help="of each file (default 512)")
+    parser.add_argument(
+        "folder", type=Path, help="folder on the disk to measure; three files are created there and removed"
+    )
+    parser.add_argument("--size-mib", type=int, default=512, help="size of each file (default 512)")
     parser.add_argument("--rounds", type=int, default=9, help="times each contender is timed (default 9)")
-    parser.add_argument("--request-kib", type=int, default=1024, help="of a request (default 1024)")
+    parser.add_argument("--request-kib", type=int, default=1024, help="size of a request (default 1024)")
     parser.add_argument("--in-flight", type=int, default=16, help="requests at a time (default 16)")
     parser.add_argument("--json", action="store_true", help="rows as JSON lines")
     options = parser.parse_args()

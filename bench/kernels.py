@@ -1,12 +1,12 @@
-"""Rates of the native CPU kernels, compared with a memory copy of the same bytes and with plain torch operations.
+"""Measure the native CPU kernels, compared with a memory copy of the same bytes and with plain torch operations.
 
     python bench/kernels.py [--size-mib 64] [--threads N] [--codecs int8 int4] [--json] [--compile]
 
 All rates are GB/s of bytes read plus bytes written, medians over rounds that interleave the contenders. ``torch`` is
-the fastest form on whole arrays, named under ``form``; ``chunked`` the same operations cut by hand into chunks that
+the fastest form on full arrays, named under ``form``; ``chunked`` the same operations, cut by hand into chunks that
 stay in the cache (see torch_forms.py). ``#wrong`` counts the bytes or elements in which the native result differs from
-any of them, over the whole array. The sums decode 4 messages. Of stochastic rounding there are only the operations that
-round: torch's forms are checked with the wire format's random numbers, and timed with torch's own.
+any of them, over the full array. Sums decode 4 messages. With stochastic rounding only the operations that round are
+measured: torch's forms are checked with the wire format's random numbers, and timed with torch's.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ COLUMNS = [
 ]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NUM_SUMMED = 4
-NUMEL_MULTIPLE = 256  # torch's forms want whole blocks
+NUMEL_MULTIPLE = 256  # torch's forms need full blocks
 DRAW = Draw(seed=1)
 
 
@@ -59,14 +59,14 @@ class Case:
     forms: dict[str, Callable[[], object]]
     count_wrong: Callable[[], int]
     draw: Callable[[Draw | None], None]
-    """Which random numbers the forms take."""
+    """Set the random numbers of the forms."""
 
 
 class Arrays:
     """The operands of one codec and dtype, [numel] elements a message."""
 
     def __init__(self, spec: CodecSpec, dtype: torch.dtype, numel: int) -> None:
-        """Random data, ``NUM_SUMMED`` messages of it, and room for every result."""
+        """Create random data, ``NUM_SUMMED`` messages of it, and buffers for the results."""
         generator = torch.Generator().manual_seed(0)
         self.spec, self.numel = spec, numel
         self.random = DRAW if spec.is_random else None
@@ -81,25 +81,25 @@ class Arrays:
         self.out = torch.zeros(numel, dtype=dtype)
 
     def quantize(self, message: Tensor) -> None:
-        """Native, ``x`` to ``message``."""
+        """Encode ``x`` to ``message`` with the native kernel."""
         kernels.quantize(self.x, self.layout, message.view(1, -1), self.numel, self.numel, self.random)
 
     def decode(self) -> None:
-        """Native, the first message to ``out``."""
+        """Decode the first message to ``out`` with the native kernel."""
         kernels.decode(self.messages[:1], self.layout, self.out, self.numel, self.numel)
 
     def decode_sum(self) -> None:
-        """Native, the mean of all messages to ``out``."""
+        """Decode the mean of all messages to ``out`` with the native kernel."""
         kernels.decode_sum(self.messages, self.layout, self.out, self.numel, NUM_SUMMED)
 
     def decode_sum_requantize(self) -> None:
-        """Native, the sum of all messages to ``message``."""
+        """Encode the sum of all messages to ``message`` with the native kernel."""
         out = self.message.view(1, -1)
         kernels.decode_sum_requantize(self.messages, self.layout, out, self.layout, self.random)
 
 
 def make_cases(arrays: Arrays, *, compiled: bool) -> Iterator[Case]:
-    """The four operations on one codec and dtype; the last only from float32, as its input and output are messages."""
+    """Yield the four operations on one codec and dtype; the last only for float32, as it has only messages."""
     forms = TorchForms(arrays.spec, arrays.numel, arrays.out.dtype, compiled=compiled)
     x_nbytes = arrays.x.nbytes
 
@@ -125,7 +125,7 @@ def make_cases(arrays: Arrays, *, compiled: bool) -> Iterator[Case]:
 
 
 def run_case(case: Case, *, rounds: int) -> tuple[dict[str, object], int]:
-    """Check every form against the native result, then time all of them and the copy in turn."""
+    """Check every form against the native result, then time all forms and the copy interleaved."""
     case.native()
     num_wrong = 0
     case.draw(DRAW)
@@ -156,15 +156,15 @@ def run_case(case: Case, *, rounds: int) -> tuple[dict[str, object], int]:
 
 
 def main() -> int:
-    """Run all rows; 1 when a result is wrong."""
+    """Print all rows; return 1 if a result is wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size-mib", type=float, default=64.0, help="float32 bytes of the array (default 64)")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of every contender")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="threads of every contender")
     parser.add_argument("--rounds", type=int, default=7, help="times each contender is timed (default 7)")
     parser.add_argument(
-        "--codecs", nargs="+", choices=CODECS, default=list(CODECS), metavar="NAME", help="rows of these"
+        "--codecs", nargs="+", choices=CODECS, default=list(CODECS), metavar="NAME", help="codecs to measure"
     )
-    parser.add_argument("--compile", action="store_true", help="let torch.compile compete too")
+    parser.add_argument("--compile", action="store_true", help="also measure torch.compile")
     parser.add_argument("--json", action="store_true", help="rows as JSON lines")
     options = parser.parse_args()
     if options.threads < 1 or options.size_mib <= 0 or options.rounds < 1:

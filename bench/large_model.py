@@ -1,12 +1,13 @@
-"""Train a GPT that is larger than memory: parameters and optimizer states are stored on NVMe.
+"""Train a GPT that is larger than memory, with parameters and optimizer states on NVMe.
 
     python bench/large_model.py                      4.1 billion parameters on one rank; needs 66 GB of disk
     python bench/large_model.py --bf16-moments       the same; 49 GB
     python bench/large_model.py --size 1.3b          1.3 billion; 21 GB
     python bench/large_model.py --size 24x1024 --num-ranks 2 --states cpu        layers x hidden size
 
-Real text, held-out loss after each step, a bar that says what is waited for, and in the end a table of memory, bytes
-and what plain AdamW would have needed. Files go to a folder under --folder that is removed in the end.
+Trains on real text and evaluates the held-out loss after each step. A progress bar shows what the step waits for; at
+the end a table shows memory, bytes and what plain AdamW would need. Files are in a folder under --folder, removed at
+the end.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ from zcomm._bench.launch import process_group, relaunch_under_torchrun
 from zero._storage.transfer_counters import moved
 
 ALLOCATOR = {
-    # One arena: freed blocks of a thread's own arena stay resident, and each thread of autograd would have one.
+    # One arena: each thread of autograd would have its arena, in which freed blocks stay resident.
     "MALLOC_ARENA_MAX": "1",
-    # What is larger is mapped by itself and goes back to the system when it is freed. Without this, glibc raises the
-    # threshold to the largest block that was ever freed, up to 32 MiB, and such blocks then stay in the heap.
+    # Larger blocks are mapped separately and returned to the system when they are freed. Otherwise glibc raises the
+    # threshold to the largest block ever freed, up to 32 MiB, and such blocks stay in the heap.
     "MALLOC_MMAP_THRESHOLD_": "1048576",
     "MALLOC_TRIM_THRESHOLD_": "1048576",
 }
@@ -48,26 +49,30 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--size", default="4b", help="1m, 10m, 50m, 125m, 350m, 1.3b, 4b or LAYERSxHIDDEN")
     parser.add_argument("--num-ranks", type=int, default=1)
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--batch-size", type=int, default=4, help="sequences of a step over all ranks")
+    parser.add_argument("--batch-size", type=int, default=4, help="sequences per step over all ranks")
     parser.add_argument("--seq-length", type=int, default=128)
-    parser.add_argument("--held-out", type=int, default=4, help="windows that the held-out loss is the mean of")
-    parser.add_argument("--lr", type=float, help="default: 0.001 / hidden size, a fit for the first steps")
-    parser.add_argument("--parameters", choices=["nvme", "cpu", "none"], default="nvme", help="where they rest")
-    parser.add_argument("--states", choices=["nvme", "cpu", "none"], default="nvme", help="where masters, moments rest")
-    parser.add_argument("--bf16-moments", action="store_true", help="half the bytes of moments")
+    parser.add_argument("--held-out", type=int, default=4, help="number of windows of held-out text")
+    parser.add_argument("--lr", type=float, help="default: 0.001 / hidden size, which suits the first steps")
+    parser.add_argument(
+        "--parameters", choices=["nvme", "cpu", "none"], default="nvme", help="where parameters are stored"
+    )
+    parser.add_argument(
+        "--states", choices=["nvme", "cpu", "none"], default="nvme", help="where masters and moments are stored"
+    )
+    parser.add_argument("--bf16-moments", action="store_true", help="store moments in bfloat16")
     parser.add_argument("--sub-group", type=int, default=2**23, help="elements updated at a time")
-    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="on a fast disk")
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="folder on a fast disk")
     parser.add_argument("--data", type=Path, help="a file or folder (default: Python's standard library)")
-    parser.add_argument("--max-memory-gib", type=float, help="fail if the ranks together take more")
+    parser.add_argument("--max-memory-gib", type=float, help="fail if the ranks take more together")
     parser.add_argument("--seed", type=int, default=1)
     return parser.parse_args()
 
 
 class CheckpointedGPT(GPT):
-    """The model with activations of one block at a time: each block is computed again in backward."""
+    """The model with activation checkpointing: backward recomputes each block."""
 
     def run_block(self, block: torch.nn.Module, x: Tensor) -> Tensor:
-        """Keep nothing but the block's input, if there is a backward to keep it for."""
+        """Checkpoint the block if gradients are needed."""
         return checkpoint(block, x, use_reentrant=False) if torch.is_grad_enabled() else block(x)
 
 
@@ -77,11 +82,11 @@ def configuration(arguments: argparse.Namespace, folder: Path, config: GPTConfig
     return {
         "bf16": {"enabled": True, "check_grad_overflow": False},
         "data_types": {"grad_accum_dtype": "bf16"},
-        # One place for each sub-group instead of two: half the disk, and a step that fails is the last.
+        # One copy of each sub-group instead of two halves the disk space; after a failed step, training cannot go on.
         "zcomm": {"keep_previous_states": False},
         "zero_optimization": {
             "stage": 3,
-            # Layers are gathered one by one, and one ahead.
+            # One layer is gathered at a time, and one is prefetched.
             "stage3_max_live_parameters": matrix,
             "stage3_prefetch_bucket_size": matrix,
             "sub_group_size": arguments.sub_group,
@@ -97,17 +102,17 @@ def configuration(arguments: argparse.Namespace, folder: Path, config: GPTConfig
 
 
 class Run:
-    """The model, its optimizer, and what it has cost."""
+    """The model, its optimizer and its cost."""
 
     def __init__(
         self, arguments: argparse.Namespace, config: GPTConfig, folder: Path, topology: Topology, watch: Watch
     ) -> None:
-        """Build the model divided over the ranks; no rank ever has all of it."""
+        """Build the sharded model; no rank ever has the full one."""
         self._topology, self._watch, self.cost = topology, watch, Cost(numel_of(config))
         torch.manual_seed(arguments.seed)
         document = configuration(arguments, folder, config)
-        rests = {"none": None}.get(arguments.parameters, arguments.parameters)
-        with zero.Init(dtype=torch.bfloat16, remote_device=rests, config_dict_or_path=document):
+        remote_device = {"none": None}.get(arguments.parameters, arguments.parameters)
+        with zero.Init(dtype=torch.bfloat16, remote_device=remote_device, config_dict_or_path=document):
             self.model = CheckpointedGPT(config)
         found = sum(param.numel() for param in self.model.parameters())
         assert found == self.cost.numel, f"{found} parameters, {self.cost.numel} by the formula"
@@ -119,7 +124,7 @@ class Run:
         self.optimizer.time_exchanges(watch.waiting_for)
 
     def step(self, tokens: Tensor, targets: Tensor) -> None:
-        """One training step on this rank's part of the batch."""
+        """Run one training step on this rank's part of the batch."""
         start_s = time.perf_counter()
         with self._watch.waiting_for("compute, forward"):
             loss = self.model(tokens, targets)

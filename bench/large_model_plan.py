@@ -1,4 +1,4 @@
-"""Memory and disk of a run of bench/large_model.py: bytes by kind, predicted and measured.
+"""Predict and measure the memory and disk space of bench/large_model.py, in bytes by kind.
 
     kind         bytes an element      where
     parameters   2                     --parameters
@@ -6,8 +6,8 @@
     moments      8, or 4 in bf16       --states
     gradients    2                     --states
 
-Plain torch.optim.AdamW with float32 parameters keeps parameters, gradients and two moments, 16 bytes a parameter, in
-memory, and so does mixed precision (2 + 2 + 4 + 8).
+Plain torch.optim.AdamW with float32 parameters stores parameters, gradients and two moments, 16 bytes per parameter, in
+memory; mixed precision also needs 16 (2 + 2 + 4 + 8).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SIZES = {
 
 
 def shape_of(size: str, seq_length: int) -> GPTConfig:
-    """The model of a named size, or of ``LAYERSxHIDDEN``, with heads of 64."""
+    """Return the model of a named size, or of ``LAYERSxHIDDEN`` with heads of 64."""
     if size in SIZES:
         num_layers, hidden_size, heads = SIZES[size]
     else:
@@ -45,14 +45,14 @@ def shape_of(size: str, seq_length: int) -> GPTConfig:
 
 
 def numel_of(config: GPTConfig) -> int:
-    """Elements of a GPT: embeddings, head, 12 h^2 + 13 h a block, and the last norm."""
+    """Count the elements of a GPT: embeddings, head, 12 h^2 + 13 h per block, and the last norm."""
     hidden = config.hidden_size
     return config.num_layers * (12 * hidden**2 + 13 * hidden) + (2 * 256 + config.seq_length + 2) * hidden
 
 
 @dataclass(frozen=True)
 class Needs:
-    """Bytes over all ranks."""
+    """Required bytes over all ranks."""
 
     parameters: int
     masters: int
@@ -61,53 +61,53 @@ class Needs:
 
     @classmethod
     def of(cls, numel: int, *, moment_nbytes: int) -> Needs:
-        """For ``numel`` elements, the moments of each in so many bytes."""
+        """Compute the needs of ``numel`` elements with ``moment_nbytes`` for the moments of each."""
         return cls(2 * numel, 4 * numel, moment_nbytes * numel, 2 * numel)
 
     def on_disk(self, parameters: str, states: str) -> dict[str, int]:
-        """What goes to files, by kind."""
+        """Return the bytes in files, by kind."""
         kinds = {"parameters": self.parameters} if parameters == "nvme" else {}
         of_states = {"masters": self.masters, "moments": self.moments, "gradients": self.gradients}
         return kinds | (of_states if states == "nvme" else {})
 
 
 def check_space(folder: Path, needed: dict[str, int]) -> str:
-    """Say what will be written.
+    """Describe the bytes that will be written.
 
     Raises:
-        OSError: The disk under ``folder`` has less; names the bytes by kind.
+        OSError: The disk under ``folder`` has less space; names the bytes by kind.
     """
     free, total = shutil.disk_usage(folder).free, sum(needed.values())
     kinds = ", ".join(f"{kind} {nbytes / 1e9:.1f} GB" for kind, nbytes in needed.items()) or "nothing"
     if total > free:
         raise OSError(
-            f"{folder} has {free / 1e9:.1f} GB free, {total / 1e9:.1f} GB are needed ({kinds}): choose a smaller "
-            "--size, or --bf16-moments, which take half as much"
+            f"the disk must have {total / 1e9:.1f} GB free ({kinds}): folder={folder}, free={free / 1e9:.1f} GB; "
+            "choose a smaller --size, or --bf16-moments to halve the moments"
         )
     return f"{folder}: {kinds}; {total / 1e9:.1f} GB of {free / 1e9:.1f} GB free"
 
 
 @dataclass
 class Cost:
-    """What a run has cost so far."""
+    """The cost of a run so far."""
 
     numel: int
     held_out: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     step_seconds: list[float] = field(default_factory=list)
     read: dict[str, int] = field(default_factory=dict)
-    """Of all ranks, by kind."""
+    """Bytes of all ranks, by kind."""
     written: dict[str, int] = field(default_factory=dict)
 
     def count(self, moved: TransferCounts, world_size: int) -> None:
-        """Take what this rank has moved for all of them: shards are of equal size."""
+        """Add the bytes of all ranks: this rank's times ``world_size``, as shards have equal sizes."""
         for movement, count in moved.counts.items():
             into = {"read": self.read, "write": self.written}.get(movement.link)
             if into is not None:
                 into[movement.kind] = world_size * count.bytes
 
     def table(self, rss: int, pss: int, seconds: dict[str, float]) -> str:
-        """Everything, one line each."""
+        """Return the table, one figure a line."""
         plain = PLAIN_NBYTES * self.numel
         rows = [
             ("parameters", f"{self.numel:,}"),

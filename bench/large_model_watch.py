@@ -1,8 +1,8 @@
-"""The progress display of bench/large_model.py: what it waits for, bytes moved, memory of all ranks.
+"""Show the progress of bench/large_model.py: what it waits for, bytes moved, memory of all ranks.
 
-Memory is read from /proc by the first rank of the machine, of all ranks of the machine at the same moment: RSS, which
-counts the pages of shared libraries in every process, every SAMPLE_S; PSS, which divides them among those that share
-them and takes the system long to find, every PSS_SAMPLES times.
+The first rank samples the memory of all ranks from /proc. RSS counts the pages of shared libraries in every process; it
+is sampled every SAMPLE_S. PSS divides them among the processes that share them, but is slow to read; it is sampled
+every PSS_SAMPLES times.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from zero._storage.transfer_counters import moved
 SAMPLE_S = 0.2
 PSS_SAMPLES = 10
 WAITS = {"gather": "reading parameters", "reduce": "gradients"}
-"""The phases of ZeroOptimizer.time_exchanges in words."""
+"""Labels of the phases of ZeroOptimizer.time_exchanges."""
 
 
 @dataclass
 class Peak:
-    """The most memory seen so far, in bytes."""
+    """Peak memory so far, in bytes."""
 
     rss: int = 0
     pss: int = 0
     by_phase: dict[str, int] = field(default_factory=dict)
-    """RSS, by what the first rank was waiting for."""
+    """Peak RSS by the phase that the first rank was waiting for."""
 
-    def see(self, rss: int, pss: int, phase: str) -> None:
-        """Take one sample."""
+    def add(self, rss: int, pss: int, phase: str) -> None:
+        """Add one sample."""
         self.rss, self.pss = max(self.rss, rss), max(self.pss, pss)
         self.by_phase[phase] = max(self.by_phase.get(phase, 0), rss)
 
 
 class Watch:
-    """A progress bar and a sampler of memory in a thread of their own.
+    """A progress bar and a memory sampler, in a separate thread.
 
     Args:
         topology: The ranks; all of them on one machine.
@@ -54,14 +54,14 @@ class Watch:
     def __init__(self, topology: Topology, total: int) -> None:
         self.peak = Peak()
         self.seconds: dict[str, float] = {}
-        """Time this rank spent waiting for each thing."""
+        """Seconds that this rank has waited, by phase."""
         self._pids = _pids_of(topology)
         self._phases = ["building the model"]
         self._since_s = time.perf_counter()
         self._moved = moved()
         self._bar = tqdm(total=total, unit="step", disable=topology.rank != 0, dynamic_ncols=True, mininterval=0)
         self._loss = ""
-        self._ends = threading.Event()
+        self._is_ending = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._is_first = topology.rank == 0
 
@@ -72,7 +72,7 @@ class Watch:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._ends.set()
+        self._is_ending.set()
         if self._is_first:
             self._thread.join()
         self._moved.__exit__()
@@ -80,7 +80,7 @@ class Watch:
 
     @contextmanager
     def waiting_for(self, phase: str) -> Iterator[None]:
-        """The code inside is ``phase``; what it is part of goes on behind it."""
+        """Count the time of the block as ``phase``, and not as the phase around it."""
         self._count()
         self._phases.append(WAITS.get(phase, phase))
         try:
@@ -96,18 +96,18 @@ class Watch:
         self._since_s = now_s
 
     def step(self, loss: float) -> None:
-        """One training step has ended with this held-out loss."""
+        """Record the end of a training step, with its held-out loss."""
         self._loss = f" held-out loss {loss:.3f}"
         self._bar.update()
 
     def _watch(self) -> None:
         num_samples = 0
-        while not self._ends.wait(SAMPLE_S):
+        while not self._is_ending.wait(SAMPLE_S):
             rss = sum(map(rss_of, self._pids))
             pss = sum(map(pss_of, self._pids)) if num_samples % PSS_SAMPLES == 0 else 0
             num_samples += 1
             phase = self._phases[-1]
-            self.peak.see(rss, pss, phase)
+            self.peak.add(rss, pss, phase)
             read, written = (self._moved.bytes(link=link) for link in ("read", "write"))
             self._bar.set_postfix_str(
                 f"waits for: {phase};{self._loss} memory {rss / 2**30:.2f} GiB, read {read / 1e9:.1f} GB, "
@@ -116,7 +116,7 @@ class Watch:
 
 
 def _pids_of(topology: Topology) -> list[int]:
-    """The processes of all ranks."""
+    """Return the process ids of all ranks."""
     pids = torch.zeros(topology.world_size)
     pids[topology.rank] = os.getpid()
     zcomm.all_reduce(pids, group=topology)
@@ -124,7 +124,7 @@ def _pids_of(topology: Topology) -> list[int]:
 
 
 def rss_of(pid: int) -> int:
-    """Bytes; of a process that has ended 0."""
+    """Return the resident set size in bytes; 0 if the process has ended."""
     try:
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
@@ -132,7 +132,7 @@ def rss_of(pid: int) -> int:
 
 
 def pss_of(pid: int) -> int:
-    """Bytes; of a process that has ended 0."""
+    """Return the proportional set size in bytes; 0 if the process has ended."""
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     except OSError:

@@ -1,20 +1,21 @@
 """Time a training step with states on the device, in host memory (also with delayed updates), and in files.
 
     python bench/offload_step.py                             1 rank, computing on one thread: the update has a core
-    python bench/offload_step.py --num-ranks 2               2 ranks; with 2 cores, computation and update share them
+    python bench/offload_step.py --num-ranks 2               2 ranks; on 2 cores, computation and update share them
     python bench/offload_step.py --folder /mnt/fast          where the files go
 
-All cases have the same model, batches and ``zero.CPUAdam``, and take turns: a round is ``--steps`` steps of each, the
-first of which is not timed, and ends with no update under way. Times are medians over the steps of all rounds:
+All cases have the same model, batches and ``zero.CPUAdam``, and are interleaved: a round is ``--steps`` steps of each.
+The first step of a round is not timed, and the round ends when its last update is complete. Times are medians over all
+timed steps:
 
-    step      all of a step                  compute   forward and backward         update    step(), the rest
-    /max      step over max(compute, update) of "cpu", which does the one after the other: 1 is the best that overlap
-              can do, and (compute + update) / max is what there is without
+    step      the full step                  compute   forward and backward         update    step() and zero_grad()
+    /max      step over max(compute, update) of "cpu", which does not overlap them: 1 is a perfect overlap, and
+              (compute + update) / max is no overlap
     /max io   of "nvme": step() over max(I/O alone, update of "cpu"); I/O alone moves the same bytes through the same
               files, reading and writing together, without an update
 
-``down`` and ``up`` are bytes to and from the host for each parameter of a rank and step. ``#wrong`` counts losses that
-are not those of "no offload": bit for bit, and with the delay within ``TOLERANCE``.
+``down`` and ``up`` are bytes to and from the host per step and parameter of a rank. ``#wrong`` counts losses that
+differ from those of "no offload" in any bit, or with the delayed update by more than ``TOLERANCE``.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ COLUMNS = [
 
 @dataclass
 class Case:
-    """One way to keep the states, and what its steps took."""
+    """One way to store the states, with the times of its steps."""
 
     name: str
     model: GPT
@@ -83,11 +84,11 @@ class Case:
         return statistics.median(c + u for c, u in zip(self.compute_s, self.update_s, strict=True))
 
     def round(self, arguments: argparse.Namespace, topology: Topology) -> None:
-        """So many steps, the first of them not timed; no update is under way afterwards."""
+        """Run the steps of a round, the first one not timed, and wait for the last update."""
         with moved() as window:
             for index in range(arguments.steps):
                 tokens, targets = _batch(arguments, self.num_steps, topology.rank)
-                zcomm.all_reduce(torch.zeros(1), group=topology)  # the ranks begin together
+                zcomm.all_reduce(torch.zeros(1), group=topology)  # the ranks start together
                 start = time.perf_counter()
                 loss: Tensor = self.model(tokens, targets)
                 loss.backward()
@@ -111,15 +112,17 @@ class Case:
 def _batch(arguments: argparse.Namespace, step: int, rank: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(step * 1_000 + rank)
     shape = (arguments.batch_size, arguments.seq_length + 1)
-    tokens = torch.randint(0, 256, shape, generator=generator).square() // 256  # skewed, so that there is much to learn
+    tokens = (
+        torch.randint(0, 256, shape, generator=generator).square() // 256
+    )  # a skewed distribution, so that the loss falls
     return tokens[:, :-1], tokens[:, 1:]
 
 
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--num-ranks", "--nproc", type=int, default=1, help="without torchrun")
-    parser.add_argument("--threads", type=int, default=1, help="of each rank, and of each rank's update")
+    parser.add_argument("--num-ranks", "--nproc", type=int, default=1, help="number of ranks, without torchrun")
+    parser.add_argument("--threads", type=int, default=1, help="threads of each rank, and of each rank's update")
     parser.add_argument("--stage", type=int, choices=(1, 2, 3), default=2)
     parser.add_argument("--num-layers", type=int, default=4)
     parser.add_argument("--hidden-size", type=int, default=768)
@@ -127,9 +130,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seq-length", type=int, default=32)
     parser.add_argument("--batch-size", type=int, default=2, help="sequences per step and rank")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=4, help="of each case in a round, at least 2")
-    parser.add_argument("--folder", type=Path, help="for the files (default: a temporary one)")
-    parser.add_argument("--no-files", action="store_true", help="without the case of NVMe")
+    parser.add_argument("--steps", type=int, default=4, help="steps of each case in a round, at least 2")
+    parser.add_argument("--folder", type=Path, help="folder for the files (default: a temporary one)")
+    parser.add_argument("--no-files", action="store_true", help="leave out the case of NVMe")
     parser.add_argument("--json", action="store_true", help="the same rows as JSON lines")
     arguments = parser.parse_args()
     if arguments.steps < 2 or arguments.rounds < 1:
@@ -138,7 +141,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def build_cases(arguments: argparse.Namespace, topology: Topology, folder: Path) -> list[Case]:
-    """Every case, with the same initial parameters in bfloat16."""
+    """Build every case, with the same initial parameters in bfloat16."""
     shape = {name: getattr(arguments, name) for name in ("num_layers", "hidden_size", "num_attention_heads")}
     matmul_dtype = choose_matmul_dtype(torch.bfloat16, torch.device("cpu"))
     config = GPTConfig(**shape, seq_length=arguments.seq_length, matmul_dtype=matmul_dtype)
@@ -164,7 +167,7 @@ def build_cases(arguments: argparse.Namespace, topology: Topology, folder: Path)
 
 
 class PlainFiles:
-    """A file as large as what a step reads of the states, moved without an update: read and written at once."""
+    """Files of the size that a step moves, read and written at the same time without an update."""
 
     def __init__(self, folder: Path, topology: Topology, nbytes: int) -> None:
         self.store = FileStore(folder, files=FileSettings(), name="bench", topology=topology)
@@ -172,11 +175,11 @@ class PlainFiles:
         self.file = self.store.create_all({"data": 2 * self.count * TRANSFER_NBYTES})["data"]
         self.buffers = [self.store.buffer(TRANSFER_NBYTES) for _ in range(2 * IN_FLIGHT)]
         self.seconds: list[float] = []
-        self.move()  # space that was never written is read without the disk
+        self.move()  # space never written is read without the disk
         self.seconds.clear()
 
     def move(self) -> None:
-        """Read one half of the file, and write the other."""
+        """Read one half of the file while writing the other."""
         transfers: deque[Transfer] = deque()
         start = time.perf_counter()
         for index in range(self.count):
@@ -192,13 +195,13 @@ class PlainFiles:
 
 
 def report(arguments: argparse.Namespace, cases: list[Case], files: PlainFiles | None, world_size: int) -> int:
-    """One row a case; returns the exit status."""
+    """Print one row a case; return the exit status."""
     table, of = BenchReport(COLUMNS, as_json=arguments.json), {case.name: case for case in cases}
     num_cores = len(os.sched_getaffinity(0))
     table.start("offload_step", world_size=world_size, stage=arguments.stage, dtype="bfloat16", cores=num_cores)
     needed = 2 * world_size * arguments.threads
-    has_cores = f"the update has cores of its own: {needed} threads on {num_cores} cores"
-    shares = f"computation and update share cores: {needed} threads on {num_cores} cores, /max cannot come near 1"
+    has_cores = f"the update has separate cores: {needed} threads on {num_cores} cores"
+    shares = f"computation and update share cores: {needed} threads on {num_cores} cores, /max cannot get close to 1"
     table.note(has_cores if needed <= num_cores else shares)
     numel = sum(slot.numel for bucket in cases[0].optimizer.parts.runtime.buckets for slot in bucket.layout.slots)
     table.note(f"parameters {numel:,}  batch {arguments.batch_size} x {arguments.seq_length} per rank  interleaved")
@@ -225,7 +228,7 @@ def report(arguments: argparse.Namespace, cases: list[Case], files: PlainFiles |
 
 
 def main() -> int:
-    """Run the benchmark; 1 if a loss is wrong."""
+    """Run the benchmark; return 1 if a loss is wrong."""
     arguments = parse_arguments()
     relaunch_under_torchrun(arguments.num_ranks)
     with process_group(), tempfile.TemporaryDirectory(dir=arguments.folder) as own:
@@ -240,7 +243,7 @@ def main() -> int:
         for index in range(arguments.rounds + 1):
             for case in cases:
                 case.round(arguments, topology)
-                if not index:  # warming up
+                if not index:  # warm-up round
                     case.compute_s.clear()
                     case.update_s.clear()
             if files is not None:

@@ -1,10 +1,10 @@
-"""One training step at stage 3 on 4 ranks, event by event: ``torchrun --nproc-per-node 4 bench/one_step.py``.
+"""Trace one training step at stage 3 on 4 ranks: ``torchrun --nproc-per-node 4 bench/one_step.py``.
 
-Prints the table of docs/design/schedule.md. Three layers of one weight each; the step is the third, which goes by the
-recorded order. The columns say what of a layer's weight each rank holds after the event, by the memory behind
-``layer.weight``:
+Prints the table of docs/design/schedule.md. The model has three layers of one weight each; the step is the third, which
+follows the recorded order. The columns say what each rank holds of a layer's weight after the event, by the memory
+behind ``layer.weight``:
 
-    shard   the rank's own quarter        incoming   and a buffer that is being filled        full   all of it
+    shard   this rank's quarter        incoming   also a buffer that is being filled        full   all of it
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from zero import ZeroOptimizer
 
 NUM_LAYERS, WIDTH = 3, 32
 NUM_BEFORE = 2
-"""Steps before: the first records the order, the second is the first that goes by it."""
+"""Steps before: the first records the order, the second is the first to follow it."""
 
 
 class Event(NamedTuple):
-    """What a rank has just done, and what it holds of each layer's weight now."""
+    """An action of a rank, and what it holds of each layer's weight afterwards."""
 
     does: str
     layer: int | None
     nbytes: tuple[int, ...]
-    """Of the memory behind each ``layer.weight``; one element's where it is released."""
+    """Bytes behind each ``layer.weight``; those of one element if it is released."""
     is_incoming: tuple[bool, ...]
 
 
 class Recorder:
-    """Notes what happens to the layers of a model, by wrapping what its ZeroOptimizer calls."""
+    """Records the events of a model's layers, by wrapping methods that its ZeroOptimizer calls."""
 
     def __init__(self, model: nn.Sequential, optimizer: ZeroOptimizer) -> None:
         self.events: list[Event] = []
@@ -45,40 +45,40 @@ class Recorder:
         self.buckets = runtime.buckets
         for number, (layer, bucket) in enumerate(zip(self.layers, self.buckets, strict=True)):
             assert bucket.params == [layer.weight], "a bucket for each layer"
-            self._follow(bucket, "start_gathering", lambda *_, n=number: ("starts to gather", n))
-            self._follow(bucket, "release", lambda *_, n=number: ("releases", n))
+            self._wrap(bucket, "start_gathering", lambda *_, n=number: ("starts to gather", n))
+            self._wrap(bucket, "release", lambda *_, n=number: ("releases", n))
             layer.register_forward_pre_hook(lambda *_, n=number: self.note("uses in forward", n))
             layer.register_forward_hook(lambda _layer, _args, output, n=number: self._watch(output, n))
-        self._follow(
+        self._wrap(
             runtime.reducer.reduction, "start", lambda grads, *_: ("reduces the gradient of", grads.bucket.index)
         )
-        self._follow(
+        self._wrap(
             runtime.reducer, "_take_mean", lambda grads, _: ("has its shard of the gradient of", grads.bucket.index)
         )
-        self._follow(optimizer._update, "run", lambda: ("updates its shards", None))
+        self._wrap(optimizer._update, "run", lambda: ("updates its shards", None))
 
-    def _follow(self, owner: Any, name: str, does: Callable[..., tuple[str, int | None]]) -> None:
+    def _wrap(self, owner: Any, name: str, does: Callable[..., tuple[str, int | None]]) -> None:
         method = getattr(owner, name)
 
-        def followed(*args: Any) -> Any:
+        def wrapper(*args: Any) -> Any:
             result = method(*args)
             self.note(*does(*args))
             return result
 
-        setattr(owner, name, followed)
+        setattr(owner, name, wrapper)
 
     def _watch(self, output: Tensor, number: int) -> None:
         output.register_hook(lambda _: self.note("uses in backward", number))  # type: ignore[no-untyped-call]
 
     def note(self, does: str, layer: int | None) -> None:
         """Add an event."""
-        with torch._C.DisableTorchFunctionSubclass():  # a released weight refuses to be asked
+        with torch._C.DisableTorchFunctionSubclass():  # a released weight raises when it is used
             nbytes = tuple(layer.weight.untyped_storage().nbytes() for layer in self.layers)
         self.events.append(Event(does, layer, nbytes, tuple(b.state.value == "gathering" for b in self.buckets)))
 
 
 def record(topology: Topology) -> tuple[list[Event], list[tuple[int, int]]]:
-    """Train some steps; this rank's events of the last, and the elements that it owns of each layer's weight."""
+    """Train some steps; return this rank's events of the last, and the elements that it owns of each weight."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(NUM_LAYERS)))
     optimizer = ZeroOptimizer(model, torch.optim.AdamW, stage=3, lr=1e-3, topology=topology)
@@ -97,7 +97,7 @@ def record(topology: Topology) -> tuple[list[Event], list[tuple[int, int]]]:
 
 
 def table(events: list[Event], owned: list[list[tuple[int, int]]]) -> str:
-    """The text of the page; ``owned``: of each rank, its elements of each layer."""
+    """Return the page; ``owned``: for each rank, its elements of each layer."""
     ranges = ", ".join(f"rank {rank} {first} to {stop - 1}" for rank, ((first, stop), *_) in enumerate(owned))
     lines = [
         f"Owners of the {WIDTH * WIDTH} elements of each layer: {ranges}.",
@@ -120,7 +120,7 @@ def _held(event: Event, number: int) -> str:
 
 
 def main() -> int:
-    """Record on every rank, compare, print."""
+    """Record on every rank, compare the records and print one."""
     dist.init_process_group("gloo")
     topology = Topology(ranks_per_node=dist.get_world_size())
     of_ranks: list[Any] = [None] * topology.world_size

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from zcomm._formats.blocks import NF4_LEVELS
+from zcomm._formats.codec_nf4 import LEVELS as NF4_LEVELS
 from zcomm._formats.philox import Draw, uniform24
 
 __all__ = ["decode_other", "encode_other", "pack_nibbles", "round_at_random", "scale_up", "uniform_numbers"]
@@ -15,18 +15,18 @@ MIDPOINTS = (LEVELS[1:] + LEVELS[:-1]) / 2
 
 
 def scale_up(quotients: Tensor) -> Tensor:
-    """Positive float32 values rounded up to bfloat16."""
+    """Round positive float32 values up to bfloat16."""
     return ((quotients.view(torch.int32) + 0xFFFF) & -0x10000).view(torch.float32)
 
 
 def pack_nibbles(codes: Tensor) -> Tensor:
-    """8-bit codes to bytes of two, the even element in the low nibble."""
+    """Pack two 4-bit codes into a byte, the even element in the low nibble."""
     pairs = codes.view(torch.int16)  # low byte: the even element
     return ((pairs & 0x0F) | ((pairs >> 4) & 0xF0)).to(torch.uint8)
 
 
 def encode_other(values: Tensor, name: str, qmax: int) -> tuple[Tensor, Tensor]:
-    """Float32 [rows, block] to headers bfloat16 [rows, 1 or 2] and packed codes uint8 [rows, ...]."""
+    """Encode float32 [rows, block] to headers bfloat16 [rows, 1 or 2] and packed codes uint8 [rows, ...]."""
     if name.endswith("_asym"):
         low, high = torch.aminmax(values, dim=1, keepdim=True)
         zeros = low.bfloat16().float()
@@ -43,7 +43,7 @@ def encode_other(values: Tensor, name: str, qmax: int) -> tuple[Tensor, Tensor]:
 
 
 def decode_other(headers: Tensor, packed: Tensor, name: str) -> Tensor:
-    """Headers float32 [rows, 1 or 2] and packed codes to float32 [rows, block]."""
+    """Decode headers float32 [rows, 1 or 2] and packed codes to float32 [rows, block]."""
     scales = headers[:, :1]
     if name == "fp8_e4m3":
         return packed.view(torch.float8_e4m3fn).float() * scales
@@ -54,7 +54,7 @@ def decode_other(headers: Tensor, packed: Tensor, name: str) -> Tensor:
 
 
 def round_at_random(scaled: Tensor, qmax: int, uniform: Tensor | None) -> Tensor:
-    """Whole numbers in +-qmax, right on average; ``uniform`` numbers in [0, 1) of ``scaled``'s shape, or torch's."""
+    """Round stochastically to integers in +-qmax, by ``uniform`` numbers in [0, 1) or, if None, torch's."""
     magnitudes = scaled.abs()
     below = magnitudes.floor()
     numbers = torch.rand_like(scaled) if uniform is None else uniform
@@ -62,6 +62,6 @@ def round_at_random(scaled: Tensor, qmax: int, uniform: Tensor | None) -> Tensor
 
 
 def uniform_numbers(numel: int, draw: Draw, chunk: int = 1 << 18) -> Tensor:
-    """The wire format's random numbers in [0, 1) of elements 0 to ``numel``; whole multiples of 2^-24, so exact."""
+    """Return the wire format's random numbers in [0, 1) of ``numel`` elements; multiples of 2^-24, so exact."""
     parts = [uniform24(torch.arange(i, min(i + chunk, numel)), draw) for i in range(0, numel, chunk)]
     return torch.cat(parts) * 2.0**-24

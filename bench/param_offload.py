@@ -2,12 +2,12 @@
 
     python bench/param_offload.py FOLDER [--tokens 64,256,512] [--layers 16] [--width 1536] [--rounds 9] [--json]
 
-In turn, each round: ``compute`` is forward and backward at stage 3 without offload, ``I/O`` the reads of an offloaded
-one by the same kind of store, as many at a time as the disk likes and nothing else, ``both`` forward and backward with
-every shard in files. ``/max``: ``both`` over the larger of the other two, the median over the rounds; 1 would be a
-perfect overlap. More tokens are more computation for the same bytes. A time is that of the slowest rank. ``#wrong``
-counts gradients that differ from those without offload, and bytes read that ``I/O`` did not read. The files need twice
-the size of the model: layers x width^2 x 2 bytes for each.
+Each round times three cases: ``compute`` is forward and backward at stage 3 without offload; ``I/O`` is only the reads
+of the offloaded case, with several in flight; ``both`` is forward and backward with every shard in files. ``/max`` is
+``both`` over the larger of the other two, the median over the rounds; 1 is a perfect overlap. More tokens are more
+computation for the same bytes. A time is that of the slowest rank. ``#wrong`` counts gradients that differ from those
+without offload, and adds one if ``I/O`` reads another number of bytes. The files need twice the size of the model:
+layers x width^2 x 2 bytes for each.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ MIB = 1024**2
 
 
 class Deep(nn.Module):
-    """Equal linear layers."""
+    """A stack of equal linear layers."""
 
     def __init__(self, width: int, num_layers: int) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(num_layers))
 
     def forward(self, x: Tensor) -> Tensor:
-        """[tokens, width] to the same."""
+        """Map [tokens, width] to the same shape."""
         for layer in self.layers:
             x = layer(x).tanh()
         return x
@@ -64,38 +64,38 @@ class Training:
         torch.manual_seed(0)
         self.model = Deep(options.width, options.layers).bfloat16()
         self.has_gradients = False
-        rest = {} if folder is None else {"device": "nvme", "nvme_path": str(folder), "max_in_cpu": 0}
+        offload = {} if folder is None else {"device": "nvme", "nvme_path": str(folder), "max_in_cpu": 0}
         self.optimizer = ZeroOptimizer(
-            self.model, torch.optim.SGD, topology=topology, stage=3, lr=0.0, offload_param=rest
+            self.model, torch.optim.SGD, topology=topology, stage=3, lr=0.0, offload_param=offload
         )
 
     def warm_up(self, x: Tensor) -> None:
-        """Two steps: the first records the order of the layers."""
+        """Run two steps; the first records the order of the layers."""
         self.end_step()
         for _ in range(2):
             self.forward_backward(x)
             self.end_step()
 
     def end_step(self) -> None:
-        """Without a clock, if there was a backward; it begins to read what the next forward uses first."""
+        """Run the optimizer step, untimed, if there was a backward; it starts reading for the next forward."""
         if self.has_gradients:
             self.optimizer.step()
             self.optimizer.zero_grad()
             self.has_gradients = False
 
     def forward_backward(self, x: Tensor) -> None:
-        """What is timed."""
+        """Run the timed part of a step."""
         self.model(x).float().square().sum().backward()
         self.has_gradients = True
 
     def gradients(self) -> list[Tensor]:
-        """Averaged over the ranks, whole, layer by layer."""
+        """Return the full averaged gradients, layer by layer."""
         found = [safe_get_full_grad(layer.weight) for layer in self.model.layers]
         return [grad for grad in found if grad is not None]
 
 
 class Reads:
-    """Reads of files like the shards', and nothing else."""
+    """Only the reads, of files like those of the shards."""
 
     def __init__(self, folder: Path, topology: Topology, num_layers: int, layer_nbytes: int) -> None:
         self.store = FileStore(folder, files=FileSettings(), name="bench", topology=topology)
@@ -106,19 +106,19 @@ class Reads:
             self.store.write(file, 0, buffer).wait()
         self.store.give(buffer)
         self.calls = 0
-        """Of reads, once round."""
+        """Number of reads of a run."""
 
     def run(self) -> None:
-        """Forward order, then backward order."""
+        """Read in forward order, then in backward order."""
         order = [*range(len(self.files)), *reversed(range(len(self.files)))]
-        on_their_way: deque[tuple[Transfer, Tensor]] = deque()
+        in_flight: deque[tuple[Transfer, Tensor]] = deque()
         for index in order[: self.calls]:
-            if len(on_their_way) == READS_IN_FLIGHT:
-                self._end(*on_their_way.popleft())
+            if len(in_flight) == READS_IN_FLIGHT:
+                self._end(*in_flight.popleft())
             buffer = self.store.buffer(self.nbytes)
-            on_their_way.append((self.store.read(self.files[index], 0, buffer), buffer))
-        while on_their_way:
-            self._end(*on_their_way.popleft())
+            in_flight.append((self.store.read(self.files[index], 0, buffer), buffer))
+        while in_flight:
+            self._end(*in_flight.popleft())
 
     def _end(self, transfer: Transfer, buffer: Tensor) -> None:
         transfer.wait()
@@ -126,7 +126,7 @@ class Reads:
 
 
 def bench(options: argparse.Namespace, topology: Topology, report: BenchReport) -> None:
-    """Print the rows of all numbers of tokens."""
+    """Measure all numbers of tokens and print their rows."""
     plain, offloaded = (Training(options, topology, folder) for folder in (None, options.folder))
     layer_nbytes = options.width**2 * 2 // topology.world_size
     reads = Reads(options.folder, topology, options.layers, layer_nbytes)
@@ -155,9 +155,9 @@ def bench(options: argparse.Namespace, topology: Topology, report: BenchReport) 
 def _times(
     options: argparse.Namespace, plain: Training, offloaded: Training, reads: Reads, x: Tensor
 ) -> dict[str, float]:
-    """The columns of one row."""
+    """Time the three cases; return the columns of a row."""
 
-    def begin() -> None:
+    def end_steps() -> None:
         for training in (plain, offloaded):
             training.end_step()
         dist.barrier()
@@ -165,7 +165,7 @@ def _times(
     cases = {
         "compute": lambda: plain.forward_backward(x), "I/O": reads.run, "both": lambda: offloaded.forward_backward(x),
     }  # fmt: skip
-    timings = interleave(cases, rounds=options.rounds, before_each=begin, after_each=dist.barrier)
+    timings = interleave(cases, rounds=options.rounds, before_each=end_steps, after_each=dist.barrier)
     compute, io, both = (timings[name] for name in cases)
     ratios = [b / max(a, c) for a, c, b in zip(compute.seconds, io.seconds, both.seconds, strict=True)]
     return {
@@ -178,12 +178,14 @@ def _ms(timing: Timing) -> float:
 
 
 def main() -> int:
-    """Run all rows; 1 when a result is wrong."""
+    """Print all rows; return 1 if a result is wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="on the disk to measure")
-    parser.add_argument("--num-ranks", "--nproc", type=int, default=2, help="without torchrun")
-    parser.add_argument("--threads", type=int, default=1, help="of each rank (default 1: the others serve the disk)")
-    parser.add_argument("--tokens", default="64,256,512", help="of a rank's batch, a list (default 64,256,512)")
+    parser.add_argument("folder", type=Path, help="folder on the disk to measure")
+    parser.add_argument("--num-ranks", "--nproc", type=int, default=2, help="number of ranks, without torchrun")
+    parser.add_argument(
+        "--threads", type=int, default=1, help="threads of each rank (default 1: other cores are free for I/O)"
+    )
+    parser.add_argument("--tokens", default="64,256,512", help="tokens of a rank's batch, a list (default 64,256,512)")
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--width", type=int, default=1536)
     parser.add_argument("--rounds", type=int, default=9)

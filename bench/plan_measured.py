@@ -1,20 +1,19 @@
-"""Compare ``zero plan`` with this machine: steps that bench/compare.py has measured, and the planner's predictions.
+"""Compare the predictions of ``zero plan`` with the steps that bench/compare.py has measured on this machine.
 
     computation     step of the same ranks alone, in the same run, after as many micro-batches ("alone", "alone x4")
-    own steps       with --own-steps, in the place of computation, latency, kernels and links inside the node: the
-                    system's step on loopback, in the same file: all that processors do, copies to the network
-                    included. What is planned is what networks add; loopback itself is no row
+    own steps       with --own-steps, the system's step on loopback, from the same file, replaces computation, latency,
+                    kernels and links inside the node: it has all work of the CPU, including copies to the network.
+                    The plan adds the network's time; loopback itself is no row
     bytes           of this library: zero.plan.exchanges. Of peers, B bytes of a tensor on W ranks: gloo sends
-                    (W - 1) / W B on every link of a ring to gather, twice that to reduce, to all or to shards
-    rates           between nodes the network's name, within them and on loopback the links as `zcomm probe` found them
-    latency         of this library's exchanges one each; of a ring's W - 1 a gather, 2 (W - 1) a reduction
+                    (W - 1) / W B on every link of a ring for a gather, twice that for any reduction
+    rates           between nodes by the network's name, within them and on loopback as `zcomm probe` measured them
+    latency         one for each exchange of this library; in a ring W - 1 for a gather, 2 (W - 1) for a reduction
     kernels         bytes that encoding and summing read and write, at the kernels' rate in the probe
     hidden          on networks, as ranks share cores: zero.plan.times
 
-Rates and latencies are those with all ranks at it, so that cores which ranks share are in them; measured ones are no
-peaks, of which LINK_EFFICIENCY is left. What is not planned is
-left out: peers whose exchanges are their own affair (DeepSpeed, ZeroRedundancyOptimizer), offloading, and parameters
-that stay whole.
+Rates and latencies are measured with all ranks active, so they include the effect of shared cores; measured rates are
+no peaks, so they are divided by LINK_EFFICIENCY. Not planned are peers whose exchanges are not modelled (DeepSpeed,
+ZeroRedundancyOptimizer), offloading, and persistent parameters.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ from zcomm.volume import Exchanged, Sent
 from zero._config import resolve_config
 from zero.plan import Cluster, Model
 from zero.plan.exchanges import Exchanges, MovedBytes, kernel_nbytes, step_moved
-from zero.plan.formulas import Activations, Setup
+from zero.plan.formulas import Activations, TrainingSetup
 from zero.plan.times import LINK_EFFICIENCY, StepTimes, times_of
 
 __all__ = ["Planned", "cluster_of", "page", "planned", "probed", "rate_gbit"]
@@ -52,28 +51,28 @@ RANKS_PER_NODE = 2
 TOLERANCE = 0.2
 UNITS = {"kbit": 1e-6, "mbit": 1e-3, "gbit": 1.0}
 NOT_PLANNED = {"offload", "stage3_param_persistence_threshold"}
-"""Options of this library's contenders."""
+"""Options of this library's contenders that are not planned."""
 FIRST_BUCKET_NBYTES, BUCKET_NBYTES = 2**20, 25 * 2**20
-"""Of DistributedDataParallel."""
+"""DistributedDataParallel's defaults."""
 
 
 class Planned(NamedTuple):
-    """One system on one network."""
+    """The planned and the measured step of one system on one network."""
 
     key: str
     system: str
     times: StepTimes
     measured: float
-    """Seconds, the median."""
+    """Median, in seconds."""
 
     @property
     def error(self) -> float:
-        """Relative."""
+        """Relative error of the plan."""
         return self.times.step / self.measured - 1
 
 
-class Way(NamedTuple):
-    """How a system moves the model's gradients and parameters."""
+class RingExchanges(NamedTuple):
+    """How a peer sends the model's gradients and parameters in a ring."""
 
     times_gathered: int
     gradient_nbytes: int
@@ -90,9 +89,9 @@ def rate_gbit(network: str) -> float:
 
 
 def probed(path: Path | None, store: Store) -> dict[str, Any]:
-    """What ``zcomm probe`` knows of this machine.
+    """Return the results of ``zcomm probe`` on this machine.
 
-    ``path``: its file, or where that is kept if there is none yet: then it is measured now, the links on loopback.
+    ``path`` is its file. If it does not exist, the links on loopback are measured now and written there.
     """
     nodes = max(shape["nodes"] for shape in store.values["shape"].values())
     shape = f"{nodes}x{RANKS_PER_NODE} on 1 host"
@@ -119,7 +118,7 @@ def _probe(path: Path, nodes: int) -> Path:
 
 
 def cluster_of(facts: dict[str, Any] | None, nodes: int, network: str) -> Cluster:
-    """The machine on that network; without ``facts`` as far as its name says."""
+    """Return this machine on a network; without ``facts`` only the network's rate is known."""
     ranks_per_core = max(nodes * RANKS_PER_NODE / (os.cpu_count() or 1), 1)
     one = Cluster(num_nodes=nodes, ranks_per_node=RANKS_PER_NODE, ranks_per_processor=ranks_per_core)
     if facts is None:
@@ -138,7 +137,7 @@ def cluster_of(facts: dict[str, Any] | None, nodes: int, network: str) -> Cluste
 
 
 def _kernels_gbps(rates: dict[str, dict[str, float]]) -> float:
-    """GB/s that the kernels read and write: the probe's are of bfloat16 elements alone, without their messages."""
+    """Return GB/s that the kernels read and write; the probe's rates count only bfloat16 elements, no messages."""
     numel, seconds, nbytes = 2**20, 0.0, 0.0
     for name, of_kernels in rates.items():
         wire = layout_of("probe", get_format(name), torch.bfloat16, 1, numel).nbytes
@@ -149,7 +148,7 @@ def _kernels_gbps(rates: dict[str, dict[str, float]]) -> float:
 
 
 def model_of(shape: dict[str, int], dtype: torch.dtype) -> Model:
-    """That of compare.py."""
+    """Return the model of compare.py."""
     names = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
     with torch.device("meta"):
         module = GPT(GPTConfig(**{name: shape[name] for name in names})).to(dtype)
@@ -157,28 +156,28 @@ def model_of(shape: dict[str, int], dtype: torch.dtype) -> Model:
     return Model.of_module(module, num_layers=layers, hidden=hidden, sequence=sequence)
 
 
-def _ways(model: Model, dtype: torch.dtype) -> dict[str, Way]:
-    """Of the peers: DDP's gradients are float32; FSDP2 moves each block, and the rest."""
+def _peers(model: Model, dtype: torch.dtype) -> dict[str, RingExchanges]:
+    """Return the exchanges of the peers: DDP's gradients are float32; FSDP2 moves each block, and the others."""
     buckets = 1 + -(-max(4 * model.numel - FIRST_BUCKET_NBYTES, 0) // BUCKET_NBYTES)
     groups = model.num_layers + 1
     return {
-        "ddp": Way(0, 4, 0, buckets),
-        "ddp bf16 gradients": Way(0, 2, 0, buckets),
-        "fsdp2 reshard=False": Way(1, dtype.itemsize, groups, groups),
-        "fsdp2 reshard=True": Way(2, dtype.itemsize, 2 * groups, groups),
+        "ddp": RingExchanges(0, 4, 0, buckets),
+        "ddp bf16 gradients": RingExchanges(0, 2, 0, buckets),
+        "fsdp2 reshard=False": RingExchanges(1, dtype.itemsize, groups, groups),
+        "fsdp2 reshard=True": RingExchanges(2, dtype.itemsize, 2 * groups, groups),
     }
 
 
-def _of_ring(way: Way, model: Model, cluster: Cluster, dtype: torch.dtype) -> tuple[MovedBytes, float]:
-    """What a ring moves, and bytes that its kernels read and write.
+def _of_ring(peer: RingExchanges, model: Model, cluster: Cluster, dtype: torch.dtype) -> tuple[MovedBytes, float]:
+    """Return what a ring moves, and the bytes that its kernels read and write.
 
-    All links are busy at once: the slowest one counts, which is that between nodes if it is slower than one inside. A
-    node's other ranks send nothing out of it.
+    All links are busy at the same time, so the slowest one counts: that between nodes, if it is slower than one inside.
+    Only one rank of a node sends to another node.
     """
     others = cluster.world_size - 1
-    reduced, gathered = way.gradient_nbytes * model.numel, way.times_gathered * dtype.itemsize * model.numel
+    reduced, gathered = peer.gradient_nbytes * model.numel, peer.times_gathered * dtype.itemsize * model.numel
     nbytes = (2 * reduced + gathered) * others // cluster.world_size
-    rounds = others * (2 * way.num_reductions + way.num_gathers)
+    rounds = others * (2 * peer.num_reductions + peer.num_gathers)
     kernels = 3 * reduced * others / cluster.world_size
     if cluster.between_gbit / 8 < cluster.within_gbps:
         return MovedBytes(Sent(0, nbytes // cluster.ranks_per_node), Exchanged(0, rounds)), kernels
@@ -186,7 +185,7 @@ def _of_ring(way: Way, model: Model, cluster: Cluster, dtype: torch.dtype) -> tu
 
 
 def _of_zero(options: dict[str, Any], model: Model, cluster: Cluster, dtype: torch.dtype) -> tuple[MovedBytes, float]:
-    """What this library moves, and bytes that its kernels read and write."""
+    """Return what this library moves, and the bytes that its kernels read and write."""
     asked = dict(options)
     num_micro = asked.pop("accumulation", 1)
     if asked.pop("stays_in_node", False):
@@ -203,19 +202,19 @@ def _of_zero(options: dict[str, Any], model: Model, cluster: Cluster, dtype: tor
 
 
 def planned(store: Store, facts: dict[str, Any] | None) -> Iterator[Planned]:
-    """Every system that is planned, and measured beside ``alone``; without ``facts``, on networks, by its own step."""
+    """Plan every system that was measured with ``alone``; without ``facts``, on networks, from its step on loopback."""
     for key in store.values["runs"]:
         run, (dtype_name, batch, network) = store.run(key), key.split()
         if facts is None and network == LOOPBACK:
             continue
         shape, dtype = store.values["shape"][batch], getattr(torch, dtype_name)
         cluster, model = cluster_of(facts, shape["nodes"], network), model_of(shape, dtype)
-        loopback, ways = store.run(f"{dtype_name} {batch} {LOOPBACK}"), _ways(model, dtype)
+        loopback, peers = store.run(f"{dtype_name} {batch} {LOOPBACK}"), _peers(model, dtype)
         for name, system in run.systems.items():
             entry = ENTRIES[name]
             base = _alone(run, system.accumulation) if facts is not None else _median(loopback, name)
-            if name in ways:
-                moved, kernels = _of_ring(ways[name], model, cluster, dtype)
+            if name in peers:
+                moved, kernels = _of_ring(peers[name], model, cluster, dtype)
             elif entry.module == "zero_optimizer" and not NOT_PLANNED & entry.options.keys():
                 moved, kernels = _of_zero(entry.options, model, cluster, dtype)
             else:
@@ -223,7 +222,7 @@ def planned(store: Store, facts: dict[str, Any] | None) -> Iterator[Planned]:
             if base is None or system.error or not system.seconds:
                 continue
             job = Activations(hidden=model.hidden, num_layers=model.num_layers, batch=1, sequence=model.sequence)
-            setup = Setup(stage=entry.stage, num_nodes=shape["nodes"], ranks_per_node=RANKS_PER_NODE)
+            setup = TrainingSetup(stage=entry.stage, num_nodes=shape["nodes"], ranks_per_node=RANKS_PER_NODE)
             times = times_of(model.numel, job, setup, cluster, {name: moved}, kernels_nbytes=kernels, num_micro=1)
             times = replace(times, computation=base)
             if facts is None:
@@ -241,7 +240,7 @@ def _median(run: Run, name: str) -> float | None:
 
 
 def page(path: Path, probe: Path | None = None, *, has_own: bool = False) -> str:
-    """As Markdown, from the JSON of compare.py and the links as ``zcomm probe`` found them, or the own steps."""
+    """Return the comparison as Markdown, from the JSON of compare.py and the links that ``zcomm probe`` measured."""
     store = Store(path)
     facts = None if has_own else probed(probe, store)
     rows = list(planned(store, facts))
@@ -276,5 +275,5 @@ def _facts_line(facts: dict[str, Any] | None) -> str:
     return (
         f"Links, times LINK_EFFICIENCY: within a node {one.within_gbps:.3f} GB/s a rank, {one.within_us:.0f} us an "
         f"exchange; between nodes on loopback {one.between_gbit:.2f} Gbit/s and {one.between_us:.0f} us; kernels "
-        f"{one.device_gbps:.2f} GB/s; all with all ranks at it."
+        f"{one.device_gbps:.2f} GB/s; all with all ranks active."
     )

@@ -3,7 +3,7 @@
     python bench/plan_validation.py [--output bench/results/plan.md]
     python bench/plan_validation.py --measured compare.json [--probe probe.json | --own-steps] [--output FILE.md]
 
-Inputs are the papers' set-ups; the two constants of zero.plan.times are the same in every line. GB are 10^9 bytes.
+Inputs are the papers' setups; the two constants of zero.plan.times are the same in every line. A GB is 10^9 bytes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import plan_measured
 
 from zero.plan import CLUSTERS, Job, Model, Row, largest_model, plan
 from zero.plan.cluster import Cluster
-from zero.plan.formulas import Counts, Setup, ShardTiers, usage_of
+from zero.plan.formulas import Counts, ShardTiers, TrainingSetup, usage_of
 from zero.plan.model import MODELS
 from zero.plan.times import COMPUTE_EFFICIENCY, LINK_EFFICIENCY
 
@@ -53,7 +53,7 @@ DGX2 = {
     "ZeRO-Infinity, CPU": (70, 8192, (3, "plain", "cpu")),
     "ZeRO-Infinity, NVMe": (1000, 25600, (3, "plain", "nvme")),
 }
-"""ZeRO-Infinity, figure 6a: billions of parameters on one DGX-2; the width, of its table 1; how it is trained."""
+"""ZeRO-Infinity, figure 6a: billions of parameters on one DGX-2; width by its table 1; stage, variant and tier."""
 AS_DEEPSPEED = Job(precision="fp16", narrow_gradients=True)
 
 
@@ -66,32 +66,32 @@ class Line(NamedTuple):
 
     @property
     def error(self) -> float:
-        """Relative."""
+        """Relative difference."""
         return self.planned / float(self.published) - 1
 
     @property
     def digit_error(self) -> float:
-        """In units of the last printed digit."""
+        """Difference in units of the last published digit."""
         decimals = len(self.published.partition(".")[2])
         return abs(self.planned - float(self.published)) * 10**decimals
 
 
 def states_gb(numel: float, stage: int, num_ranks: int) -> float:
-    """GB a rank of parameters, gradients and states, as ZeRO counts them: 2 + 2 + 12 bytes."""
-    setup = Setup(stage=stage, ranks_per_node=num_ranks, gradient_nbytes=2)
+    """Return GB a rank of parameters, gradients and states, as ZeRO counts them: 2 + 2 + 12 bytes."""
+    setup = TrainingSetup(stage=stage, ranks_per_node=num_ranks, gradient_nbytes=2)
     kinds = ("parameters", "gradients", "states")
     return sum(use.nbytes for use in usage_of(Counts(numel=int(numel)), setup) if use.kind in kinds) / 1e9
 
 
 def table_1() -> Iterator[Line]:
-    """Every cell."""
+    """Yield every cell."""
     for (numel, stage), row in TABLE_1.items():
         for num_ranks, cell in zip(RANKS, row.split(), strict=True):
             yield Line(f"{numel} at stage {stage} on {num_ranks}", cell, states_gb(float(numel), stage, num_ranks))
 
 
 def table_2() -> Iterator[Line]:
-    """Every cell: memory is proportional to the parameters."""
+    """Yield every cell; memory is proportional to the number of parameters."""
     for (stage, num_ranks, model_parallel), cell in TABLE_2.items():
         ranks = num_ranks // model_parallel if model_parallel > 1 else num_ranks
         largest = 32 / states_gb(1e9, stage, ranks) * model_parallel
@@ -99,7 +99,7 @@ def table_2() -> Iterator[Line]:
 
 
 def zeropp() -> Iterator[Line]:
-    """Ratios of throughput, ZeRO++ to ZeRO-3."""
+    """Yield ratios of throughput, ZeRO++ to ZeRO-3."""
     for (name, gbit, thousands), (zero3, zeropp_) in ZEROPP.items():
         cluster = replace(CLUSTERS["24xdgx2"], between_gbit=gbit)
         job = replace(AS_DEEPSPEED, batch=thousands)
@@ -110,7 +110,7 @@ def zeropp() -> Iterator[Line]:
 
 
 def dgx2() -> Iterator[Line]:
-    """Largest models on one DGX-2, in billions."""
+    """Yield the largest models on one DGX-2, in billions of parameters."""
     for name, (published, hidden, choice) in DGX2.items():
         model, _ = largest_model(Model.of_shape(2, hidden), CLUSTERS["dgx2"], AS_DEEPSPEED, only=choice)
         yield Line(name, str(published), model.numel / 1e9)
@@ -119,7 +119,7 @@ def dgx2() -> Iterator[Line]:
 def offload() -> Iterator[Line]:
     """ZeRO-Offload: the device keeps 2 M of 16 M bytes, 4 M cross the bus a step; 13B fit on one V100 of 32 GB."""
     numel = 10**10
-    setup = Setup(stage=2, tier=ShardTiers(states="host"), gradient_nbytes=2, sent_nbytes=2)
+    setup = TrainingSetup(stage=2, tier=ShardTiers(states="host"), gradient_nbytes=2, sent_nbytes=2)
     usage = usage_of(Counts(numel=numel), setup)
     device = sum(use.nbytes for use in usage if use.kind in ("parameters", "gradients") and use.place == "device")
     host = sum(use.nbytes for use in usage if use.place == "host")
@@ -140,7 +140,7 @@ def megatron() -> Iterator[Line]:
 
 
 def _use(numel: int, stage: int, num_ranks: int, kind: str) -> float:
-    setup = Setup(stage=stage, ranks_per_node=num_ranks, gradient_nbytes=2)
+    setup = TrainingSetup(stage=stage, ranks_per_node=num_ranks, gradient_nbytes=2)
     return sum(use.nbytes for use in usage_of(Counts(numel=numel), setup) if use.kind == kind) / 1e9
 
 
@@ -151,30 +151,30 @@ class Run(NamedTuple):
     batch: int
     """Sequences of a rank."""
     published: bool | None
-    """Whether it fits; None: nothing is said of this batch."""
+    """Whether it fits; None: not published for this batch."""
     planned: bool
     gib: float
-    """Of a rank's device, as planned."""
+    """Planned memory of a rank's device."""
 
 
 def megatron_fits() -> list[Run]:
-    """What fits on the specification's machines, as it says and as planned; its runs have a batch of one.
+    """Compare what fits on the specification's machines, as published and as planned; its runs have a batch of one.
 
-    The planner does not find the smaller model too large for one V100 at that batch: also the largest batch that it
-    says fits is a row, and the next.
+    By the plan the smaller model fits into one V100 at that batch. So the largest planned batch that fits is a row,
+    too, and the next batch.
     """
     eight = CLUSTERS["8xv100"]
     small, large = Model.of_shape(48, 1600), Model.of_shape(50, 4096)
-    whole = replace(AS_DEEPSPEED, is_checkpointed=False)
-    largest = max(batch for batch in range(1, 65) if _row(small, eight, replace(whole, batch=batch), 0).fits)
+    full_activations = replace(AS_DEEPSPEED, is_checkpointed=False)
+    largest = max(batch for batch in range(1, 65) if _row(small, eight, replace(full_activations, batch=batch), 0).fits)
     four = replace(eight, num_nodes=4)
     return [
-        _run("48 x 1600 on 8 without ZeRO", False, small, eight, whole, 0),
+        _run("48 x 1600 on 8 without ZeRO", False, small, eight, full_activations, 0),
         *(
-            _run("48 x 1600 on 8 without ZeRO", None, small, eight, replace(whole, batch=batch), 0)
+            _run("48 x 1600 on 8 without ZeRO", None, small, eight, replace(full_activations, batch=batch), 0)
             for batch in (largest, largest + 1)
         ),
-        _run("48 x 1600 on 8 at stage 1", True, small, eight, whole, 1),
+        _run("48 x 1600 on 8 at stage 1", True, small, eight, full_activations, 1),
         _run("50 x 4096 on 32 without ZeRO", False, large, four, AS_DEEPSPEED, 0),
         _run("50 x 4096 on 32 at stage 2, checkpoints", True, large, four, AS_DEEPSPEED, 2),
     ]
@@ -201,13 +201,13 @@ TABLES = {
 
 
 FITS_NOTE = """
-The first row is not reproduced: by the planner's count 48 x 1600 fits without ZeRO at the published batch of 1, and is
-out of memory only from larger batches on. It counts neither fragmentation nor what other code on the GPU holds.
+The first row is not reproduced: the planner finds that 48 x 1600 fits without ZeRO at the published batch of 1, and
+runs out of memory only at larger batches. It counts neither fragmentation nor the memory of other code on the GPU.
 """
 
 
 def page() -> str:
-    """All tables as Markdown."""
+    """Return all tables as Markdown."""
     parts = [
         "# `zero plan` beside published figures\n\n`python bench/plan_validation.py`; COMPUTE_EFFICIENCY "
         f"{COMPUTE_EFFICIENCY}, LINK_EFFICIENCY {LINK_EFFICIENCY}, both of `zero/plan/times.py`; nothing is fitted to "
@@ -236,16 +236,16 @@ def _word(fits: bool | None) -> str:  # noqa: FBT001
 
 
 def measured_page(options: argparse.Namespace) -> str:
-    """The page of measurements."""
+    """Return the page of the comparison with measurements."""
     return plan_measured.page(options.measured, options.probe, has_own=options.own_steps)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print the page, or write it."""
+    """Print the page; with ``--output`` also write it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--measured", type=Path, metavar="FILE", help="JSON of bench/compare.py instead: this machine")
-    parser.add_argument("--probe", type=Path, metavar="FILE", help="of zcomm probe, or to keep what is measured now")
-    parser.add_argument("--own-steps", action="store_true", help="beside each system's step on loopback")
+    parser.add_argument("--measured", type=Path, metavar="FILE", help="compare with this JSON of bench/compare.py")
+    parser.add_argument("--probe", type=Path, metavar="FILE", help="file of zcomm probe; created if it does not exist")
+    parser.add_argument("--own-steps", action="store_true", help="plan from each system's step on loopback")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args(arguments)
     text = page() if options.measured is None else measured_page(options)

@@ -1,12 +1,11 @@
-"""Pretrain GPT-2 with the launch flags of DeepSpeed's ZeRO tutorial, which are those of Megatron-LM.
+"""Pretrain GPT-2 with the launch flags of DeepSpeed's ZeRO tutorial, which are Megatron-LM's.
 
     torchrun --nproc-per-node 8 bench/pretrain_gpt2.py --model-parallel-size 1 --num-layers 48 --hidden-size 1600 \
         --num-attention-heads 16 --batch-size 1 --deepspeed_config ds_zero_stage_1.config
     torchrun --nproc-per-node 2 bench/pretrain_gpt2.py --deepspeed --deepspeed_config FILE --train-iters 20
 
-The model is that of gpt_model.py, over bytes and with one matrix for words and logits, as GPT-2 has it: used outside
-the embedding's own forward, it is an external parameter of ZeRO-3. Stage, precision, schedule and offload are the
-JSON's.
+The model is that of gpt_model.py, over bytes. As in GPT-2 the word embedding is also the output matrix; used outside
+the embedding's forward, it is an external parameter of ZeRO-3. The JSON sets stage, precision, schedule and offload.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ DEFAULT_BATCH = 4
 
 
 def parse_arguments() -> argparse.Namespace:
-    """Read the command line; exits where a flag asks for what this script does not do."""
+    """Read the command line; exit if a flag is not supported."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     model = parser.add_argument_group("model")
     model.add_argument("--num-layers", type=int, default=4)
@@ -59,10 +58,12 @@ def parse_arguments() -> argparse.Namespace:
     memory.add_argument(
         "--deepspeed-activation-checkpointing",
         action="store_true",
-        help="so, by deepspeed.checkpointing as the JSON's section activation_checkpointing says",
+        help="the same, by deepspeed.checkpointing with the JSON's section activation_checkpointing",
     )
-    memory.add_argument("--zero-stage", type=int, choices=range(4), help="the JSON's stage; 3 builds the model sharded")
-    memory.add_argument("--remote-device", choices=("none", "cpu", "nvme"), help="where zero.Init leaves the shards")
+    memory.add_argument(
+        "--zero-stage", type=int, choices=range(4), help="must equal the JSON's stage; 3 builds the model sharded"
+    )
+    memory.add_argument("--remote-device", choices=("none", "cpu", "nvme"), help="where zero.Init stores the shards")
     parser.add_argument("--local_rank", type=int, help="as launchers pass it")
     deepspeed.add_config_arguments(parser)
     args = parser.parse_args()
@@ -73,12 +74,12 @@ def parse_arguments() -> argparse.Namespace:
             "zero.initialize"
         )
     if args.deepspeed_config is None:
-        parser.error("--deepspeed_config FILE is needed: stage, precision and offload are the JSON's")
+        parser.error("--deepspeed_config FILE is required: the JSON sets stage, precision and offload")
     return args
 
 
 class GPT2(GPT):
-    """With the word embedding for logits, too, and checkpoints of activations."""
+    """The model with tied word embedding and optional activation checkpointing."""
 
     def __init__(self, config: GPTConfig, run_layer: Callable[[nn.Module, Tensor], Tensor]) -> None:
         """``run_layer`` calls a layer with its input."""
@@ -98,7 +99,7 @@ class GPT2(GPT):
 
 
 def choose_layer_call(args: argparse.Namespace) -> Callable[[nn.Module, Tensor], Tensor]:
-    """How a layer is called: plainly, by torch's checkpoint or by zero's."""
+    """Return how to call a layer: directly, or through torch's checkpoint or zero's."""
     if args.deepspeed_activation_checkpointing:
         deepspeed.checkpointing.configure(None, deepspeed_config=args.deepspeed_config)
         return deepspeed.checkpointing.checkpoint
@@ -108,7 +109,7 @@ def choose_layer_call(args: argparse.Namespace) -> Callable[[nn.Module, Tensor],
 
 
 def build_model(args: argparse.Namespace, config: dict[str, Any]) -> GPT2:
-    """The model from the seed, the same on every rank; with ``--zero-stage 3`` sharded while it is built."""
+    """Build the model from the seed, the same on every rank; with ``--zero-stage 3`` under zero.Init."""
     stage = config.get("zero_optimization", {}).get("stage", 0)
     if args.zero_stage not in (None, stage):
         raise ValueError(f"--zero-stage must be the stage of {args.deepspeed_config}: {args.zero_stage} and {stage}")
@@ -124,12 +125,12 @@ def build_model(args: argparse.Namespace, config: dict[str, Any]) -> GPT2:
 
 
 def choose_batch(args: argparse.Namespace, engine: Any) -> int:
-    """Sequences a rank and backward."""
+    """Return the number of sequences per rank and backward."""
     of_json = engine.train_micro_batch_size_per_gpu()
     if None not in (args.batch_size, of_json) and args.batch_size != of_json:
         raise ValueError(
-            f"--batch-size must be what the JSON's batch sizes come to: {args.batch_size} and {of_json}; "
-            "give one of them"
+            f"--batch-size must equal the JSON's micro-batch size: batch_size={args.batch_size}, "
+            f"train_micro_batch_size_per_gpu={of_json}; set only one of them"
         )
     return args.batch_size or of_json or DEFAULT_BATCH
 

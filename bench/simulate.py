@@ -1,18 +1,19 @@
-"""Simulate one rank of very large jobs: its memory, bytes sent and time in Python, by the number of ranks.
+"""Simulate one rank of very large jobs: measure its memory, bytes sent and Python time, by the number of ranks.
 
     python bench/simulate.py                                     the table in bench/results/simulate.md
     python bench/simulate.py --ranks 16384 --layers 128 --hidden 25600 --setups "stage 3"
 
-The code is that of zero and zcomm, on torch's fake process group and tensors on ``meta`` (:mod:`fake_ranks`). Each row
-is a process of its own:
+The code of zero and zcomm runs on torch's fake process group with tensors on ``meta`` (:mod:`fake_ranks`). Each row
+runs in a separate process:
 
-    states         GiB a rank of parameters, gradients, masters and moments, by zero's own count of its storages
-    buffers        GiB a rank of gathered parameters, gradients on their way, secondary partitions, residuals
+    states         GiB a rank of parameters, gradients, masters and moments, as counted by ``optimizer.memory()``
+    buffers        GiB a rank of gathered parameters, gradients in flight, secondary partitions, residuals
     exchanges      collectives that a rank starts in a step; and the bytes that it sends in them, all links
-    calls          of Python functions in a step: a loop over the ranks would show here
+    calls          calls of Python functions in a step; a loop over the ranks would show here
     kernels        launches of zcomm's kernels in a step: quantizing, decoding, summing
-    construction   seconds from the model to the optimizer; the third step's, after two that record and plan
-    process        MiB by which the process has grown, at most
+    construction   seconds to construct the optimizer
+    step           seconds of the third step, after two that record the order of the layers
+    process        growth of the process's peak memory, MiB
 """
 
 from __future__ import annotations
@@ -54,18 +55,18 @@ HEADER = (
 
 
 GROWTH = """
-With more ranks a rank's states become fewer, and so do exchanges, kernels and calls of Python: a shard has fewer
-chunks. Where plain values are gathered in place, the second hop is an exchange for each node and chunk of at least 2^18
+With more ranks, a rank has smaller states and fewer exchanges, kernels and Python calls, as a shard has fewer chunks.
+Where uncompressed values are gathered in place, the second hop is an exchange for each node and chunk of at least 2^18
 elements a shard: as many as the data has chunks, up to 6,000 here, and none once shards are smaller than a chunk
 (stages 1 and 2 from 64 to 1,024 ranks, and at 16,384). Bytes sent grow with padding, as (1 - 1 / nodes), and with the
-agreements. What grows with the world is construction: process groups, of which torch makes every one on every rank,
-and agreements, 8 bytes from each rank.
+control exchanges. Construction grows with the world size: torch creates every process group on every rank, and the
+ranks agree by 8 bytes from each.
 """
 
 
 @dataclass(frozen=True)
 class Row:
-    """What one rank did."""
+    """The measurements of one rank."""
 
     numel: int
     world_size: int
@@ -81,7 +82,7 @@ class Row:
     grown_mib: float
 
     def line(self) -> str:
-        """A line of the table."""
+        """Return the row of the table."""
         return (
             f"| {self.numel / 1e9:,.1f}e9 | {self.world_size:,} | {self.setup} | {self.states_nbytes / 2**30:.3f} | "
             f"{self.buffers_nbytes / 2**30:.2f} | {self.num_exchanges:,} | {self.sent_nbytes / 1e9:.2f} | "
@@ -91,13 +92,13 @@ class Row:
 
 
 def model_on_meta(layers: int, hidden: int) -> GPT:
-    """A GPT in bf16 without values."""
+    """Build a GPT in bf16 on ``meta``."""
     with torch.device("meta"):
         return GPT(GPTConfig(layers, hidden, max(hidden // 128, 1), SEQUENCE)).bfloat16()
 
 
 def simulate(layers: int, hidden: int, setup: str, world_size: int) -> Row:
-    """Construct, and run three steps; the third with its calls counted in a fourth."""
+    """Construct and run three steps, time the third, and count the calls of a fourth."""
     logging.getLogger("zero").setLevel(logging.ERROR)
     before = _peak_mib()
     with fake_ranks(world_size, min(RANKS_PER_NODE, world_size)) as topology:
@@ -129,7 +130,7 @@ def simulate(layers: int, hidden: int, setup: str, world_size: int) -> Row:
 
 
 def _calls_of(step: Callable[[], None]) -> tuple[int, int]:
-    """Calls of functions, and of kernels among them."""
+    """Count the calls of all functions, and of kernels."""
     profile = cProfile.Profile()
     profile.runcall(step)
     found: Any = pstats.Stats(profile)
@@ -141,8 +142,8 @@ def _peak_mib() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-def _apart(*arguments: Any) -> Row:
-    """:func:`simulate` in a process of its own."""
+def _in_process(*arguments: Any) -> Row:
+    """Run :func:`simulate` in a separate process."""
     context = multiprocessing.get_context("fork")
     here, there = context.Pipe()
     process = context.Process(target=lambda: there.send(simulate(*arguments)))
@@ -151,7 +152,7 @@ def _apart(*arguments: Any) -> Row:
     try:
         row: Row = here.recv()
     except EOFError:
-        sys.exit("the simulated rank has failed: see above")
+        sys.exit("the simulated rank failed; its error is above")
     finally:
         process.join()
     return row
@@ -161,14 +162,18 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[64, 1024, 16384])
     parser.add_argument("--setups", choices=SETUPS, nargs="+", default=list(SETUPS))
-    parser.add_argument("--layers", type=int, help="of one model, with --hidden; default: 13B on all ranks, 1T on most")
+    parser.add_argument(
+        "--layers",
+        type=int,
+        help="layers of one model, with --hidden; default: 13B on all numbers of ranks, 1T on the largest",
+    )
     parser.add_argument("--hidden", type=int)
-    parser.add_argument("--output", type=Path, help="a Markdown file for the table, which is printed, too")
+    parser.add_argument("--output", type=Path, help="also write the table to this Markdown file")
     return parser.parse_args(arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the rows and print them as they come."""
+    """Measure and print one row after another."""
     options = _parse(arguments)
     if options.layers:
         cases = [(options.layers, options.hidden, s, w) for s in options.setups for w in options.ranks]
@@ -178,7 +183,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(HEADER, end="", flush=True)
     rows = []
     for case in cases:
-        rows.append(_apart(*case))
+        rows.append(_in_process(*case))
         print(rows[-1].line(), end="", flush=True)
     if options.output:
         options.output.write_text(_page(rows))

@@ -1,11 +1,10 @@
-"""Measure how a staleness of one step changes the loss, with torch alone in one process, on the main job.
+"""Measure how a staleness of one step changes the loss, with plain torch in one process.
 
     python bench/staleness.py                                 200 steps, delayed from step 40, 100 or 150 on, and never
     python bench/staleness.py --train-iters 1000 --delay-start 40
 
-The gradient of a delayed step is taken at the parameters of one update before, as in ZeRO-Offload's delayed parameter
-update, and AdamW's formula is written out below: nothing of this library but the model and its batches. Ends with
-held-out losses, in nats per byte, after the last update.
+A delayed step uses the gradient at the parameters of one update before, as in ZeRO-Offload's delayed parameter update.
+AdamW is implemented below, without this library. Prints held-out losses, in nats per byte, after the last update.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ BETA1, BETA2, EPS, WEIGHT_DECAY, MAX_NORM = 0.9, 0.95, 1e-8, 0.1, 1.0
 
 @dataclass(frozen=True)
 class Update:
-    """One that is decided, and not made yet: ``number`` counts from 1."""
+    """A pending update; ``number`` counts from 1."""
 
     grads: list[Tensor]
     number: int
@@ -34,7 +33,7 @@ class Update:
 
 
 class AdamW:
-    """Float32 masters and moments of the parameters of ``model``."""
+    """AdamW with float32 masters and moments of the parameters of ``model``."""
 
     def __init__(self, model: GPT) -> None:
         self.params = list(model.parameters())
@@ -44,7 +43,7 @@ class AdamW:
 
     @torch.no_grad()
     def apply(self, update: Update) -> None:
-        """Move the masters; the model does not see it before :meth:`publish`."""
+        """Update the masters; the parameters change at :meth:`write_back`."""
         of_first, of_second = 1 - BETA1**update.number, 1 - BETA2**update.number
         for master, first, second, grad in zip(self.masters, self.first, self.second, update.grads, strict=True):
             first.mul_(BETA1).add_(grad, alpha=1 - BETA1)
@@ -53,13 +52,13 @@ class AdamW:
             master.mul_(1 - update.lr * WEIGHT_DECAY).addcdiv_(first / of_first, scale, value=-update.lr)
 
     @torch.no_grad()
-    def publish(self) -> None:
-        """Let the model have the masters."""
+    def write_back(self) -> None:
+        """Copy the masters to the parameters."""
         for param, master in zip(self.params, self.masters, strict=True):
             param.copy_(master)
 
     def take_gradients(self) -> list[Tensor]:
-        """Those of the backward before, clipped to a norm of 1 over all."""
+        """Return the gradients of the last backward, clipped to a total norm of 1, and clear them."""
         grads = [param.grad for param in self.params if param.grad is not None]
         assert len(grads) == len(self.params), "a parameter without a gradient"
         norm = torch.stack([grad.norm() for grad in grads]).norm()
@@ -70,37 +69,39 @@ class AdamW:
 
 
 def train(text: Text, arguments: argparse.Namespace, delay_start: int) -> float:
-    """Held-out loss after ``--train-iters`` steps, of which those from number ``delay_start`` on are delayed."""
+    """Return the held-out loss after ``--train-iters`` steps; steps from ``delay_start`` on are delayed."""
     torch.manual_seed(arguments.seed)
     matmul_dtype = choose_matmul_dtype(torch.bfloat16, torch.device("cpu"))
     config = GPTConfig(
         num_layers=4, hidden_size=256, num_attention_heads=4, seq_length=SEQ_LENGTH, matmul_dtype=matmul_dtype
     )
     model = GPT(config)
-    optimizer, late, steps = AdamW(model), None, arguments.train_iters
+    optimizer, pending, steps = AdamW(model), None, arguments.train_iters
     for step in tqdm(range(steps), desc=f"delayed from {delay_start}", leave=False):
         batch = training_batch(text, step=step, seed=arguments.seed, batch_size=BATCH_SIZE, seq_length=SEQ_LENGTH)
         model(*batch).backward()
         update = Update(optimizer.take_gradients(), step + 1, arguments.lr * warmup_cosine(step, steps))
-        if late is not None:
-            optimizer.apply(late)
-        late = update if step >= delay_start else None
-        if late is None:
+        if pending is not None:
+            optimizer.apply(pending)
+        pending = update if step >= delay_start else None
+        if pending is None:
             optimizer.apply(update)
-        optimizer.publish()
-    if late is not None:
-        optimizer.apply(late)
-        optimizer.publish()
+        optimizer.write_back()
+    if pending is not None:
+        optimizer.apply(pending)
+        optimizer.write_back()
     with torch.no_grad():
         loss: Tensor = model(*held_out_windows(text, num_windows=HELD_OUT_WINDOWS, seq_length=SEQ_LENGTH))
     return loss.item()
 
 
 def main() -> None:
-    """Train without a delay, and with each."""
+    """Train without a delay and with each delay."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--train-iters", type=int, default=200)
-    parser.add_argument("--delay-start", type=int, nargs="+", default=[40, 100, 150], help="updates at once, before")
+    parser.add_argument(
+        "--delay-start", type=int, nargs="+", default=[40, 100, 150], help="steps before the first delayed one"
+    )
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()

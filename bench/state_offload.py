@@ -2,11 +2,11 @@
 
     python bench/state_offload.py FOLDER [--numel-millions 100] [--rounds 7] [--keep-previous] [--json]
 
-In turn, each round: ``update`` is the step of the same optimizer with states in host memory, ``fio`` as many bytes as
-the step moves, read and written together (1 MiB, O_DIRECT, depth 16), ``step`` the step with masters, moments and
-gradients in files. ``/max``: ``step`` over the larger of the other two, the median over the rounds; 1 would be a
-perfect overlap. fio's file is as large as the step's. ``#wrong`` counts parameters that differ from those whose states
-are in host memory.
+Each round times three cases: ``update`` is the optimizer step with states in host memory; ``fio`` reads and writes as
+many bytes as the step moves, at the same time (1 MiB, O_DIRECT, depth 16); ``step`` is the step with masters, moments
+and gradients in files. ``/max`` is ``step`` over the larger of the other two, the median over the rounds; 1 is a
+perfect overlap. fio's file is as large as the step's. ``#wrong`` counts parameters that differ from those with states
+in host memory.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ WIDTH = 4096
 
 
 class Rows(nn.Module):
-    """Matrices that are as large as one wants, and cheap to compute a gradient of."""
+    """Matrices of any total size, whose gradients are cheap to compute."""
 
     def __init__(self, numel: int) -> None:
-        """``numel`` rounded to matrices of 8 million elements."""
+        """Round ``numel`` to matrices of 8 million elements."""
         super().__init__()
         self.weights = nn.ParameterList(
             nn.Parameter(torch.randn(2048, WIDTH, dtype=torch.bfloat16) * 0.02)
@@ -53,7 +53,7 @@ class Rows(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """[WIDTH] to a number."""
+        """Map [WIDTH] to a scalar."""
         return torch.stack([(weight @ x).float().square().sum() for weight in self.weights]).sum()
 
 
@@ -77,12 +77,12 @@ class Training:
         )
 
     def prepare(self) -> None:
-        """A gradient; the same at the same step."""
+        """Compute the gradients, the same ones in both models."""
         self.optimizer.zero_grad()
         self.model(torch.linspace(-1, 1, WIDTH).bfloat16()).backward()
 
     def step(self) -> float:
-        """Seconds of a step."""
+        """Run a step; return its seconds."""
         self.prepare()
         start = time.perf_counter()
         self.optimizer.step()
@@ -90,7 +90,7 @@ class Training:
 
 
 class Fio:
-    """Reads and writes of so many bytes, together."""
+    """Reads and writes of the given bytes, at the same time, by fio."""
 
     def __init__(self, folder: Path, read: int, written: int) -> None:
         self.path = folder / f"bench-state-offload-fio-{os.getpid()}"
@@ -110,7 +110,7 @@ class Fio:
         return max(float(job["read"]["runtime"]), float(job["write"]["runtime"])) / 1e3
 
     def run(self) -> float:
-        """Seconds, by fio's own clock."""
+        """Return the seconds that fio measured."""
         return self._run("rw", f"--rwmixread={self.share}")
 
     def close(self) -> None:
@@ -119,7 +119,7 @@ class Fio:
 
 
 def bench(options: argparse.Namespace, topology: Topology, report: BenchReport) -> None:
-    """Print the row."""
+    """Measure and print the row."""
     files = {"device": "nvme", "nvme_path": str(options.folder), "pipeline_read": True, "pipeline_write": True}
     in_memory, in_files = Training(options, topology, {"device": "cpu"}), Training(options, topology, files)
     fio = None
@@ -152,12 +152,12 @@ def bench(options: argparse.Namespace, topology: Topology, report: BenchReport) 
 
 
 def main() -> int:
-    """Run; 1 when a result is wrong."""
+    """Run the benchmark; return 1 if a result is wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="on the disk to measure")
+    parser.add_argument("folder", type=Path, help="folder on the disk to measure")
     parser.add_argument("--numel-millions", type=float, default=100, help="parameters (default 100)")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--keep-previous", action="store_true", help="two places for each sub-group, as is default")
+    parser.add_argument("--keep-previous", action="store_true", help="keep two copies of each sub-group, as by default")
     parser.add_argument("--bf16-moments", action="store_true")
     parser.add_argument("--json", action="store_true", help="rows as JSON lines")
     options = parser.parse_args()

@@ -1,9 +1,9 @@
-"""Real text as bytes, the data of train_gpt.py, split into training and held-out parts.
+"""Load real text as bytes, split into training and held-out parts.
 
     files, by a hash of their names -> the first ``max_bytes`` bytes -> [ training ... | held-out, the last 5 % ]
 
-Without a path the text is the source code of Python's standard library, which is on every machine that runs this. The
-order by hash mixes the folders, so that the held-out tail is of the same kind as the rest.
+Without a path the text is the source code of Python's standard library, which every machine has. The order by hash
+mixes the folders, so that the held-out tail is of the same kind as the training text.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-HELD_OUT_PART = 20  # one byte of so many is held out
+HELD_OUT_PART = 20  # one byte of this many is held out
 SKIPPED_FOLDERS = {"test", "tests", "idlelib", "site-packages", "dist-packages", "__pycache__", "lib2to3"}
 
 
 @dataclass(frozen=True)
 class Text:
-    """Bytes to train on and bytes to judge by, uint8 [numel] each."""
+    """Training and held-out bytes, uint8 [numel] each."""
 
     source: str
     train: Tensor

@@ -1,16 +1,16 @@
-"""The block codecs in plain torch operations, as fast as possible: the baseline of the native kernels.
+"""Implement the block codecs in plain torch operations, as fast as possible: the baseline of the native kernels.
 
 Forms of each operation:
 
-    eager      expressions on whole arrays, temporaries allocated by torch
-    out        the same operations into arrays that are kept from call to call
+    eager      expressions on full arrays, temporaries allocated by torch
+    out        the same operations with preallocated outputs
     compiled   ``eager`` through torch.compile (on request)
     chunked    ``out`` cut by hand into chunks that stay in the cache
 
-int8 and int4 have all of them; the other codecs and the options, in other_torch_forms.py, are ``eager``, whole and
-``chunked``. Scales and codes have the bits of the wire format for finite data with blocks above 2^-100; the forms leave
-out what NaN, infinity and tiny blocks would need. Stochastic rounding is checked with the wire format's random numbers,
-and timed with torch's own. Arrays are [rows, block], one row a block.
+int8 and int4 have all forms; other codecs and options (other_torch_forms.py) have ``eager``, on full arrays and
+``chunked``. Scales and codes have the bits of the wire format for finite data with blocks above 2^-100; the forms do
+not handle NaN, infinity and tiny blocks. Stochastic rounding is checked with the wire format's random numbers, and
+timed with torch's. Arrays are [rows, block], one row a block.
 """
 
 from __future__ import annotations
@@ -54,17 +54,17 @@ class CodecSpec:
 
     @property
     def header_numel(self) -> int:
-        """bf16 numbers beside a block's codes."""
+        """Number of bf16 values in a block's header."""
         return 2 if self.name.endswith("_asym") else 1
 
     @property
     def is_symmetric_int(self) -> bool:
-        """Whether codes are whole numbers around 0."""
+        """Whether codes are integers around 0."""
         return self.name in ("int8", "int4")
 
     @property
-    def writes_into_kept_arrays(self) -> bool:
-        """Whether there are forms that do."""
+    def has_out_form(self) -> bool:
+        """Whether there is a form with preallocated outputs."""
         return self.is_symmetric_int and not self.is_rotated and not self.is_random
 
 
@@ -89,14 +89,14 @@ Part = tuple[Tensor, Tensor]  # headers bfloat16 [rows, header_numel], packed co
 
 
 def pack(codes: Tensor, spec: CodecSpec) -> Tensor:
-    """Int8 codes to bytes; int4: the even element of a pair in the low nibble."""
+    """Pack int8 codes to bytes; int4: the even element of a pair in the low nibble."""
     if spec.name == "int8":
         return codes.view(torch.uint8)
     return pack_nibbles(codes)
 
 
 def unpack(packed: Tensor, spec: CodecSpec) -> Tensor:
-    """Bytes to int8 codes."""
+    """Unpack bytes to int8 codes."""
     codes = packed.view(torch.int8)
     if spec.name == "int8":
         return codes
@@ -104,13 +104,13 @@ def unpack(packed: Tensor, spec: CodecSpec) -> Tensor:
 
 
 def scales_of(values: Tensor, spec: CodecSpec) -> Tensor:
-    """Scales in float32, rounded up to bfloat16."""
+    """Return the scales in float32, rounded up to bfloat16."""
     absmax = torch.linalg.vector_norm(values, torch.inf, dim=1, keepdim=True)
     return scale_up(absmax / spec.qmax)
 
 
 def encode(values: Tensor, spec: CodecSpec, uniform: Tensor | None = None) -> Part:
-    """Values of any dtype to headers and packed codes; stochastic rounding by ``uniform`` or numbers of torch's."""
+    """Encode values of any dtype to headers and codes; stochastic rounding uses ``uniform`` or torch's numbers."""
     values = rotate(values.float()) if spec.is_rotated else values.float()
     if not spec.is_symmetric_int:
         return encode_other(values, spec.name, spec.qmax)
@@ -121,7 +121,7 @@ def encode(values: Tensor, spec: CodecSpec, uniform: Tensor | None = None) -> Pa
 
 
 def decoded(part: Part, spec: CodecSpec) -> Tensor:
-    """Headers and packed codes to values, in float32."""
+    """Decode headers and packed codes to float32 values."""
     headers, packed = part
     if not spec.is_symmetric_int:
         return decode_other(headers.float(), packed, spec.name)
@@ -130,7 +130,7 @@ def decoded(part: Part, spec: CodecSpec) -> Tensor:
 
 
 def decode_sum(parts: list[Part], spec: CodecSpec, divisor: int) -> Tensor:
-    """Sum of the decoded parts over ``divisor``, in float32."""
+    """Return the sum of the decoded parts over ``divisor``, in float32."""
     terms = (decoded(part, spec).clamp(-LARGEST, LARGEST) for part in parts)
     total = next(terms)
     for term in terms:
@@ -139,10 +139,10 @@ def decode_sum(parts: list[Part], spec: CodecSpec, divisor: int) -> Tensor:
 
 
 class TorchForms:
-    """All forms of all operations on one codec and dtype; results land in ``part`` and ``out``."""
+    """All forms of all operations on one codec and dtype; results are in ``part`` and ``out``."""
 
     def __init__(self, spec: CodecSpec, numel: int, dtype: torch.dtype, *, compiled: bool) -> None:
-        """Room for the results and buffers of ``numel`` elements of ``dtype``, a multiple of the block."""
+        """Allocate results and buffers of ``numel`` elements of ``dtype``, a multiple of the block."""
         rows = numel // spec.block
         self.spec = spec
         self.compiled = compiled
@@ -159,39 +159,39 @@ class TorchForms:
         self._uniform: Tensor | None = None
 
     def draw(self, draw: Draw | None) -> None:
-        """Round with the wire format's numbers of ``draw`` from now on; None: with numbers of torch's own."""
+        """Round with the wire format's numbers of ``draw`` from now on; None: with torch's."""
         self._uniform = None if draw is None else uniform_numbers(self.out.numel(), draw).view_as(self.out)
 
     def _uniform_of(self, rows: slice) -> Tensor | None:
         return None if self._uniform is None else self._uniform[rows]
 
     def quantize(self, x: Tensor) -> Forms:
-        """Forms of ``x`` to ``part``."""
+        """Return the forms that encode ``x`` to ``part``."""
         blocks = x.view(-1, self.spec.block)
 
-        def whole(encoder: Callable[[Tensor, CodecSpec, Tensor | None], Part]) -> None:
+        def on_full(encoder: Callable[[Tensor, CodecSpec, Tensor | None], Part]) -> None:
             self.part = encoder(blocks, self.spec, self._uniform)
 
-        return self._forms(whole, encode, lambda rows: self._encode_rows(blocks[rows], rows))
+        return self._forms(on_full, encode, lambda rows: self._encode_rows(blocks[rows], rows))
 
     def decode(self, messages: Tensor, divisor: int) -> Forms:
-        """Forms of the sum of ``messages`` uint8 [count, nbytes] over ``divisor``, to ``out``."""
+        """Return the forms that decode the sum of ``messages`` uint8 [count, nbytes] over ``divisor`` to ``out``."""
         parts = [self.split(message) for message in messages]
         dtype = self.out.dtype
 
-        def whole(decoder: Callable[[list[Part]], Tensor]) -> None:
+        def on_full(decoder: Callable[[list[Part]], Tensor]) -> None:
             self.out = decoder(parts)
 
         def decoder(parts: list[Part]) -> Tensor:
             return decode_sum(parts, self.spec, divisor).to(dtype)
 
-        return self._forms(whole, decoder, lambda rows: self._sum_rows(parts, rows, self.out[rows], divisor))
+        return self._forms(on_full, decoder, lambda rows: self._sum_rows(parts, rows, self.out[rows], divisor))
 
     def requantize(self, messages: Tensor) -> Forms:
-        """Forms of the sum of ``messages``, quantized again to ``part``."""
+        """Return the forms that requantize the sum of ``messages`` to ``part``."""
         parts = [self.split(message) for message in messages]
 
-        def whole(recoder: Callable[[list[Part]], Part]) -> None:
+        def on_full(recoder: Callable[[list[Part]], Part]) -> None:
             self.part = recoder(parts)
 
         def recoder(parts: list[Part]) -> Part:
@@ -202,41 +202,41 @@ class TorchForms:
             self._sum_rows(parts, rows, values, divisor=1)
             self._encode_rows(values, rows)
 
-        return self._forms(whole, recoder, recode_rows)
+        return self._forms(on_full, recoder, recode_rows)
 
     def _forms(
-        self, whole: Callable[..., None], function: Callable[..., Any], on_rows: Callable[[slice], None]
+        self, on_full: Callable[..., None], function: Callable[..., Any], on_rows: Callable[[slice], None]
     ) -> Forms:
-        """The table of forms: ``whole(function)`` and its compiled twin, ``on_rows`` at once and chunk by chunk."""
+        """Return the forms: ``on_full(function)``, also compiled, and ``on_rows`` at once and chunk by chunk."""
         num_rows = len(self.out)
 
         def chunked() -> None:
-            for begin in range(0, num_rows, self.chunk_rows):
-                on_rows(slice(begin, min(begin + self.chunk_rows, num_rows)))
+            for start in range(0, num_rows, self.chunk_rows):
+                on_rows(slice(start, min(start + self.chunk_rows, num_rows)))
 
-        forms = {"eager": lambda: whole(function), "chunked": chunked}
-        if self.spec.writes_into_kept_arrays:
+        forms = {"eager": lambda: on_full(function), "chunked": chunked}
+        if self.spec.has_out_form:
             forms["out"] = lambda: on_rows(slice(0, num_rows))
         if self.compiled:
             compiled = torch.compile(function)
-            forms["compiled"] = lambda: whole(compiled)
+            forms["compiled"] = lambda: on_full(compiled)
         return forms
 
     def split(self, message: Tensor) -> Part:
-        """A message's scales and packed codes, as views."""
+        """Return views of a message's scales and packed codes."""
         scales, packed = self.part
         offset = -(-scales.nbytes // 16) * 16
         codes = message[offset : offset + packed.nbytes]
         return message[: scales.nbytes].view(torch.bfloat16).view_as(scales), codes.view_as(packed)
 
     def count_differing_bytes(self, message: Tensor) -> int:
-        """Bytes of codes, and scales, in which ``message`` differs from ``part``."""
+        """Count bytes of codes, and scales, in which ``message`` differs from ``part``."""
         scales, packed = self.split(message)
         differing_scales = (scales.view(torch.int16) != self.part[0].view(torch.int16)).sum()
         return int(differing_scales + (packed != self.part[1]).sum())
 
     def _encode_rows(self, values: Tensor, rows: slice) -> None:
-        if not self.spec.writes_into_kept_arrays:
+        if not self.spec.has_out_form:
             self.part[0][rows], self.part[1][rows] = encode(values, self.spec, self._uniform_of(rows))
             return
         count = len(values)
@@ -265,7 +265,7 @@ class TorchForms:
         values.mul_(scales[rows]).clamp_(-LARGEST, LARGEST)
 
     def _sum_rows(self, parts: list[Part], rows: slice, out: Tensor, divisor: int) -> None:
-        if not self.spec.writes_into_kept_arrays:
+        if not self.spec.has_out_form:
             out.copy_(decode_sum([(headers[rows], packed[rows]) for headers, packed in parts], self.spec, divisor))
             return
         total = out if out.dtype == torch.float32 else self._values[: len(out)]

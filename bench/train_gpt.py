@@ -2,10 +2,10 @@
 
     python bench/train_gpt.py                        4 ranks as 2 nodes x 2, stage 3, ZeRO++
     python bench/train_gpt.py --stage 1 --no-quantized-gradients
-    python bench/train_gpt.py --compare              the same beside plain ZeRO-3 in bf16, step by step on the same data
+    python bench/train_gpt.py --compare              also train plain ZeRO-3 in bf16, interleaved, on the same data
     torchrun --nnodes 2 --nproc-per-node 8 ... bench/train_gpt.py      real nodes, from torchrun's environment
 
-Ends with a table, and writes metrics.jsonl and loss.png into ``--output``.
+Prints a table, and writes metrics.jsonl and loss.png to ``--output``.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def parse_arguments() -> argparse.Namespace:
     model.add_argument("--num-attention-heads", type=int, default=4)
     model.add_argument("--seq-length", type=int, default=128)
     model.add_argument(
-        "--dtype", choices=["float32", "bfloat16", "float16"], default="bfloat16", help="of the parameters"
+        "--dtype", choices=["float32", "bfloat16", "float16"], default="bfloat16", help="dtype of the parameters"
     )
     training = parser.add_argument_group("training")
     training.add_argument("--batch-size", type=int, default=16, help="sequences per step over all ranks")
@@ -55,22 +55,22 @@ def parse_arguments() -> argparse.Namespace:
     training.add_argument("--max-bytes", type=int, default=8_000_000, help="read no more of the text than this")
     zero = parser.add_argument_group("ZeRO")
     zero.add_argument("--stage", type=int, choices=range(4), default=3)
-    zero.add_argument("--quantized-weights", action=toggle, default=True, help="qwZ: weights travel as int8")
-    zero.add_argument("--quantized-gradients", action=toggle, default=True, help="qgZ: gradients travel as int4")
+    zero.add_argument("--quantized-weights", action=toggle, default=True, help="qwZ: send weights as int8")
+    zero.add_argument("--quantized-gradients", action=toggle, default=True, help="qgZ: send gradients as int4")
     zero.add_argument("--hpz", action=toggle, default=True, help="hpZ: a secondary partition inside each node")
     zero.add_argument(
         "--delta-hpz",
         action="store_true",
-        help="a copy in every node, brought up to date once a step in 4 bits; instead of qwZ, qgZ and hpZ",
+        help="a replica in every node, updated once a step by 4-bit deltas; instead of qwZ, qgZ and hpZ",
     )
-    zero.add_argument("--offload-optimizer", action="store_true", help="masters and moments rest in host memory")
-    zero.add_argument("--delayed-update", action="store_true", help="so, and updated during the next step")
-    zero.add_argument("--delay-start", type=int, default=40, help="updates that are not delayed, at the start")
+    zero.add_argument("--offload-optimizer", action="store_true", help="store masters and moments in host memory")
+    zero.add_argument("--delayed-update", action="store_true", help="the same, updated during the next step")
+    zero.add_argument("--delay-start", type=int, default=40, help="updates at the start that are not delayed")
     ranks = parser.add_argument_group("ranks")
-    ranks.add_argument("--num-ranks", type=int, help="without torchrun (default: one per GPU, else 4)")
-    ranks.add_argument("--ranks-per-node", type=int, help="let one machine stand in for several nodes")
+    ranks.add_argument("--num-ranks", type=int, help="number of ranks, without torchrun (default: one per GPU, else 4)")
+    ranks.add_argument("--ranks-per-node", type=int, help="ranks that stand in for a node")
     output = parser.add_argument_group("output")
-    output.add_argument("--compare", action="store_true", help="train plain ZeRO-3 in bf16 beside it")
+    output.add_argument("--compare", action="store_true", help="also train plain ZeRO-3 in bf16")
     output.add_argument("--eval-interval", type=int, default=50, help="steps between held-out losses")
     output.add_argument("--sample-bytes", type=int, default=200, help="length of the sampled continuation")
     output.add_argument("--output", type=Path, default=Path("runs/train_gpt"))
@@ -78,7 +78,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 class Run:
-    """One model with its optimizer, and what it has cost so far."""
+    """One model with its optimizer and its results so far."""
 
     def __init__(
         self, arguments: argparse.Namespace, topology: Topology, device: torch.device, *, dtype: torch.dtype,
@@ -126,7 +126,7 @@ class Run:
 
     @torch.no_grad()
     def sample(self, prompt: Tensor, nbytes: int, seed: int) -> str:
-        """Continue uint8 ``prompt`` by ``nbytes`` bytes on rank 0, with whole parameters on every rank meanwhile."""
+        """Continue uint8 ``prompt`` by ``nbytes`` bytes on rank 0, while every rank gathers the full parameters."""
         generator, text = torch.Generator().manual_seed(seed), prompt.long()
         self.model.eval()
         with GatheredParameters(self.model.parameters()):
@@ -138,7 +138,7 @@ class Run:
         return "|".join(bytes(part.tolist()).decode(errors="replace") for part in parts)
 
     def finish(self) -> None:
-        """Add up the bytes of all ranks, and measure the memory."""
+        """Sum the bytes over all ranks, and record the memory."""
         step = self.result.typical_step()
         of_rank = [step.bytes(link="intra"), step.bytes(link="inter")]
         sent = torch.tensor(of_rank, dtype=torch.float64, device=self.device)
@@ -153,7 +153,7 @@ class Run:
 
 
 def _name_of(optimizer: ZeroOptimizer, dtype: torch.dtype) -> str:
-    """Name what is in effect, which may be less than what was asked for."""
+    """Name the settings that are in effect, which may be fewer than requested."""
     effective = optimizer.effective
     switches = {
         "qwZ": effective.weight_format != "none",
@@ -170,7 +170,7 @@ def _name_of(optimizer: ZeroOptimizer, dtype: torch.dtype) -> str:
 
 
 def build_runs(arguments: argparse.Namespace, topology: Topology, device: torch.device) -> list[Run]:
-    """Return the run that was asked for and, with ``--compare``, plain ZeRO-3 in bf16."""
+    """Build the requested run and, with ``--compare``, plain ZeRO-3 in bf16."""
     stage, dtype = arguments.stage, getattr(torch, arguments.dtype)
     switches: dict[str, Any] = {"mode": "delta_hpz"}
     if not arguments.delta_hpz:
@@ -200,7 +200,7 @@ def my_rows(tensors: tuple[Tensor, Tensor], run: Run) -> tuple[Tensor, Tensor]:
 
 
 def train(arguments: argparse.Namespace, runs: list[Run], text: Text, metrics: MetricsFile) -> None:
-    """Train all ``runs`` in turn on the same batches, with one progress bar."""
+    """Train all ``runs`` interleaved on the same batches, with one progress bar."""
     world_size, seq_length = runs[0].topology.world_size, arguments.seq_length
     num_windows = -(-HELD_OUT_WINDOWS // world_size) * world_size
     held_out = my_rows(held_out_windows(text, num_windows=num_windows, seq_length=seq_length), runs[0])
@@ -228,7 +228,7 @@ def evaluate(runs: list[Run], held_out: tuple[Tensor, Tensor], metrics: MetricsF
 
 
 def check_batch(arguments: argparse.Namespace, topology: Topology) -> None:
-    """Refuse, on every rank and before any training, a batch that the ranks cannot share equally."""
+    """Refuse a batch that the ranks cannot share equally, on every rank and before training."""
     if arguments.batch_size % topology.world_size:
         raise ValueError(
             "--batch-size must be a multiple of the number of ranks: "

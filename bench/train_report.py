@@ -1,8 +1,8 @@
 """The report of train_gpt.py: a table, JSON lines and a plot.
 
-Units, as everywhere in this project: M = 2 x numel bytes, the model in bf16. Bytes between nodes are those that all
-ranks sent to other nodes, divided by (nodes - 1) when given in M. Plain ZeRO-3 in bf16 sends M for each of two
-gathers and one reduction: 3 M between nodes, and 3 x nodes x (ranks_per_node - 1) M inside them.
+The unit M is 2 x numel bytes, the model in bf16. Bytes between nodes are those that all ranks send to other nodes; in M
+they are also divided by (nodes - 1). Plain ZeRO-3 in bf16 sends M for each of two gathers and one reduction: 3 M
+between nodes, and 3 x nodes x (ranks_per_node - 1) M inside them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ EXCHANGES_OF_PLAIN_ZERO3 = 3  # gather for forward, gather for backward, reducti
 
 @dataclass
 class Result:
-    """What one run has reached and cost."""
+    """Losses, times, bytes and memory of one run."""
 
     name: str
     numel: int
@@ -40,9 +40,9 @@ class Result:
     step_seconds: list[float] = field(default_factory=list)
     steps_sent: list[Traffic] = field(default_factory=list)
     intra_nbytes: int = 0
-    """Of a typical step, over all ranks."""
+    """Bytes of a typical step, over all ranks."""
     inter_nbytes: int = 0
-    """Of a typical step, over all ranks."""
+    """Bytes of a typical step, over all ranks."""
     memory: MemoryReport | None = None
 
     def add_step(self, loss: float, sent: Traffic, *, seconds: float) -> None:
@@ -52,19 +52,19 @@ class Result:
         self.steps_sent.append(sent)
 
     def add_held_out(self, loss: float) -> None:
-        """Remember the held-out loss after the steps so far."""
+        """Record the held-out loss after the steps so far."""
         self.held_out.append(loss)
         self.held_out_steps.append(len(self.losses))
 
     def typical_step(self) -> Traffic:
-        """What this rank sent in the median step.
+        """Return what this rank sent in the median step.
 
-        Not the mean: an evaluation leaves gathered parameters behind, so that the step after it sends less.
+        Not the mean: an evaluation leaves parameters gathered, so the step after it sends less.
         """
         return sorted(self.steps_sent, key=lambda sent: sent.bytes())[len(self.steps_sent) // 2]
 
     def progress(self, tokens_per_step: int) -> str:
-        """Return what the progress bar says of this run."""
+        """Return the text of the progress bar."""
         return f"loss {self.losses[-1]:.3f} {tokens_per_step / self.step_seconds[-1]:,.0f} tokens/s"
 
     def inter_units(self, num_nodes: int) -> float:
@@ -91,7 +91,7 @@ class MetricsFile:
             self._file.close()
 
     def write(self, **values: Any) -> None:
-        """Write one line, at once."""
+        """Write one line and flush it."""
         if self._file is not None:
             self._file.write(json.dumps(values) + "\n")
             self._file.flush()

@@ -1,12 +1,12 @@
-"""Measure the peak memory of one contender of zero_step.py or compare.py in separate ranks; prints a JSON line.
+"""Measure the peak memory of one contender of zero_step.py or compare.py; print a JSON line.
 
     torchrun --nproc-per-node 2 bench/zero_memory.py "fsdp2 reshard=True" --dtype bfloat16
 
-``peak_mib`` is the largest over the ranks: of resident memory (VmHWM: interpreter, libraries, model, everything since
-the process began), or, where there is CUDA, of allocated device memory. ``base_mib`` was resident when torch had been
-imported and the process group joined, before the contender's own modules. ``states_mib`` is the most that all tensors
-held when an optimizer's step began or the training step had ended, so without activations: parameters, gradients,
-states and buffers that rest. What a library holds outside of torch's tensors is not in it.
+``peak_mib`` is the largest over the ranks of peak resident memory (VmHWM, which includes interpreter and libraries) or,
+with CUDA, of allocated device memory. ``base_mib`` is resident memory after torch is imported and the process group
+joined, before the contender's modules are. ``states_mib`` is the most that all tensors held at the start of an
+optimizer step or at the end of a training step, so without activations: parameters, gradients, states and persistent
+buffers. Memory outside of torch's tensors is not in it.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("contender", choices=ENTRIES)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--ranks-per-node", type=int, help="so many consecutive ranks stand in for a node")
-    parser.add_argument("--nvme-folder", help="for files of what is offloaded")
+    parser.add_argument("--ranks-per-node", type=int, help="consecutive ranks that stand in for a node")
+    parser.add_argument("--nvme-folder", help="folder for offloaded parameters and states")
     add_shape(parser)
     return parser.parse_args()
 
 
 def resident_mib(key: str) -> float:
-    """``VmRSS``, resident now, or ``VmHWM``, its largest value so far; 0 where there is no /proc."""
+    """Return ``VmRSS``, memory resident now, or ``VmHWM``, its peak so far; 0 without /proc."""
     status = Path("/proc/self/status")
     lines = status.read_text().splitlines() if status.exists() else []
     return next((int(line.split()[1]) / 1024 for line in lines if line.startswith(key)), 0.0)
 
 
 def tensors_mib() -> float:
-    """What all tensors of this process hold, each storage once."""
+    """Return the memory of all tensors of this process, each storage once."""
     found: dict[int, int] = {}
-    with torch._C.DisableTorchFunctionSubclass():  # as they are, also parameters that refuse to be used now
+    with torch._C.DisableTorchFunctionSubclass():  # a released parameter raises when it is used
         tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor)]
         tensors += [tensor.grad for tensor in tensors if tensor.is_leaf and tensor.grad is not None]
         for tensor in tensors:
@@ -97,7 +97,7 @@ def main() -> int:
         print(json.dumps(row), flush=True)
     contender.close()
     del contender, loss, batches
-    gc.collect()  # DDP would hold the process group, and let it go where gloo's thread waits for the interpreter
+    gc.collect()  # else DDP destroys the process group late, while gloo's thread waits for the GIL
     dist.destroy_process_group()
     return 0
 

@@ -4,16 +4,17 @@
     python bench/zero_step.py --num-ranks 2 4 --dtype float32 bfloat16      a table of each
     python bench/zero_step.py --num-layers 19 --hidden-size 512 --num-attention-heads 8        60 M parameters
 
-Speed: all contenders live in one process group and take turns: a round is ``--steps`` optimizer steps of each, so that
-whatever else the machine does falls on all of them alike. A row is the median over rounds, and so are its ratios to
-FSDP2 and to DeepSpeed: stage 3 beside ``reshard_after_forward=True`` and DeepSpeed's stage 3; stages 1 and 2 beside
-``False`` and DeepSpeed's own. Under torchrun this is all.
+Speed: all contenders are interleaved in one process group: a round is ``--steps`` optimizer steps of each, so that
+other load on the machine affects all alike. Figures and ratios are medians over the rounds. Stage 3 is compared with
+FSDP2's ``reshard_after_forward=True`` and DeepSpeed's stage 3; stages 1 and 2 with ``False`` and the same stage of
+DeepSpeed. Under torchrun only speed is measured.
 
-Memory: each contender once more in ranks of its own (zero_memory.py), which import no other; with ``--rounds 0`` alone.
+Memory: each contender runs again in separate ranks (zero_memory.py), which import no other; ``--rounds 0``: memory
+only.
 
 All train in the same precision: optimizer states in float32, computation in ``--dtype`` (DDP: by autocast). ``#wrong``
-counts a loss that differs from FSDP2's by more than ``LOSS_TOLERANCE`` after the same steps; such a row prints no
-times, and the exit code is 1. DeepSpeed compiles an operator when it is first used, which takes minutes.
+counts a loss that differs from FSDP2's by more than ``LOSS_TOLERANCE`` after the same steps; such a row has no times,
+and the exit code is 1. At its first use DeepSpeed compiles an operator, which takes minutes.
 """
 
 from __future__ import annotations
@@ -50,21 +51,23 @@ COLUMNS = [
     Column("peak_mib", "peak(MiB)", ",.0f", is_measurement=True),
     Column("loss", "loss", ".5f"),
 ]
-RIGHT = "fsdp2 reshard=True"
+BASELINE = "fsdp2 reshard=True"
 OPTIONS = ("rounds", "warmup_rounds", "steps")
 
 
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--num-ranks", "--nproc", type=int, nargs="+", default=[2], help="without torchrun")
+    parser.add_argument(
+        "--num-ranks", "--nproc", type=int, nargs="+", default=[2], help="number of ranks, without torchrun"
+    )
     parser.add_argument("--dtype", choices=LOSS_TOLERANCE, nargs="+", default=["float32"])
     parser.add_argument(
-        "--contenders", nargs="+", choices=ONE_MACHINE, help=f"beside {RIGHT!r}; default: all there are"
+        "--contenders", nargs="+", choices=ONE_MACHINE, help=f"beside {BASELINE!r}; default: all installed ones"
     )
     parser.add_argument("--rounds", type=int, default=9, help="0: memory only")
     parser.add_argument("--warmup-rounds", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=4, help="of each contender in a round")
+    parser.add_argument("--steps", type=int, default=4, help="steps of each contender in a round")
     parser.add_argument("--json", action="store_true", help="the same rows as JSON lines")
     add_shape(parser)
     return parser.parse_args()
@@ -73,13 +76,13 @@ def parse_arguments() -> argparse.Namespace:
 def chosen(arguments: argparse.Namespace) -> list[str]:
     """The contenders' names, in the table's order."""
     names = available()
-    return [name for name in names if not arguments.contenders or name in (*arguments.contenders, RIGHT)]
+    return [name for name in names if not arguments.contenders or name in (*arguments.contenders, BASELINE)]
 
 
 def time_rounds(
     arguments: argparse.Namespace, contenders: dict[str, Contender], device: torch.device, topology: Topology
 ) -> dict[str, Timing]:
-    """Let the contenders take turns; each keeps its last loss, averaged over the ranks."""
+    """Time the contenders interleaved; each records its last loss, averaged over the ranks."""
     calls = {name: partial(take_steps, arguments, one, topology, device) for name, one in contenders.items()}
     return interleave(calls, rounds=arguments.rounds, warmup=arguments.warmup_rounds)
 
@@ -87,7 +90,7 @@ def time_rounds(
 def speeds(
     arguments: argparse.Namespace, contenders: dict[str, Contender], timings: dict[str, Timing], world_size: int
 ) -> list[dict[str, Any]]:
-    """The row of each contender but for its memory."""
+    """Return the row of each contender, without its memory."""
     tokens, rows = world_size * arguments.batch_size * arguments.seq_length * arguments.steps, []
     for name, timing in timings.items():
         row = {
@@ -97,10 +100,7 @@ def speeds(
             "loss": contenders[name].loss,
         }
         stage = ENTRIES[name].stage
-        for column, peer in (
-            ("vs_fsdp2", f"fsdp2 reshard={stage == 3}"),
-            ("vs_deepspeed", f"deepspeed stage {stage}"),
-        ):
+        for column, peer in (("vs_fsdp2", f"fsdp2 reshard={stage == 3}"), ("vs_deepspeed", f"deepspeed stage {stage}")):
             if peer in timings:
                 pairs = zip(timings[peer].seconds, timing.seconds, strict=True)
                 row[column] = statistics.median(theirs / own for theirs, own in pairs)
@@ -109,16 +109,16 @@ def speeds(
 
 
 def report(arguments: argparse.Namespace, dtype: str, world_size: int, rows: Sequence[dict[str, Any]]) -> int:
-    """Print one row a contender; returns the exit status."""
+    """Print one row a contender; return the exit status."""
     table = BenchReport(COLUMNS, as_json=arguments.json)
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     table.start("zero_step", backend=backend, world_size=world_size, dtype=dtype)
     numel = sum(p.numel() for p in new_setup(arguments, dtype, torch.device("cpu")).model.parameters())
     table.note(
         f"parameters {numel:,}  batch {arguments.batch_size} x {arguments.seq_length} per rank  "
-        f"rounds {arguments.rounds} x {arguments.steps} steps, interleaved; memory: each in ranks of its own"
+        f"rounds {arguments.rounds} x {arguments.steps} steps, interleaved; memory: each in separate ranks"
     )
-    right = next(row["loss"] for row in rows if row["case"] == RIGHT)
+    right = next(row["loss"] for row in rows if row["case"] == BASELINE)
     for row in rows:
         is_close = abs(row["loss"] - right) <= LOSS_TOLERANCE[dtype] * abs(right)
         table.row(row, num_wrong=int(not is_close))
@@ -126,7 +126,7 @@ def report(arguments: argparse.Namespace, dtype: str, world_size: int, rows: Seq
 
 
 def run_rank(arguments: argparse.Namespace) -> int:
-    """Under torchrun: speed alone."""
+    """Measure only speed, on this rank of torchrun."""
     status = 0
     with process_group() as device:
         topology = Topology.from_env()
@@ -143,7 +143,7 @@ def run_rank(arguments: argparse.Namespace) -> int:
 
 
 def start(num_ranks: int, script: str, *words: str) -> list[dict[str, Any]]:
-    """Run a script of this folder on ``num_ranks`` ranks; the JSON lines it printed."""
+    """Run a script of this folder on ``num_ranks`` ranks; return the JSON lines it printed."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
     environment = {"OMP_NUM_THREADS": "1"} | os.environ
     command = [*torchrun, str(Path(__file__).with_name(script)), *words]
@@ -155,7 +155,7 @@ def start(num_ranks: int, script: str, *words: str) -> list[dict[str, Any]]:
 
 
 def cache_bytecode() -> None:
-    """Compile the library as an installer does, and as its peers are: compiling on import takes more memory."""
+    """Compile the library to bytecode, as installed peers are: compiling at import takes more memory."""
     for package in ("triton_kernels", "zcomm", "zero"):
         compileall.compile_dir(Path(__file__).parents[1] / package, quiet=1)
 
@@ -180,7 +180,7 @@ def run_tables(arguments: argparse.Namespace) -> int:
 
 
 def main() -> int:
-    """Run the benchmark; 1 if a loss is wrong."""
+    """Run the benchmark; return 1 if a loss is wrong."""
     arguments = parse_arguments()
     return run_rank(arguments) if "LOCAL_RANK" in os.environ else run_tables(arguments)
 

@@ -1,4 +1,4 @@
-"""What goes wrong in tests: calls that fail, and disks that are small."""
+"""Fault injection for tests: calls that fail, and small file systems."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 
 class Breaks:
-    """Stands for a method: fails at one call."""
+    """Replaces a method and fails at one call."""
 
     def __init__(self, call: Any, at: int, error: Exception) -> None:
         self.call, self.left, self.error = call, at, error
@@ -25,7 +25,7 @@ class Breaks:
 
 
 def mount(*options: str, at: Path) -> None:
-    """Mount as ``mount`` does; where that is refused the test is skipped."""
+    """Run ``mount``; skip the test where that is not permitted."""
     at.mkdir(exist_ok=True)
     done = subprocess.run(["mount", *options, str(at)], capture_output=True, text=True, check=False)
     if done.returncode != 0:
@@ -34,7 +34,7 @@ def mount(*options: str, at: Path) -> None:
 
 @contextmanager
 def mounted(folder: Path, nbytes: int) -> Iterator[Path]:
-    """A file system in memory."""
+    """Mount a file system in memory."""
     mount("-t", "tmpfs", "-o", f"size={nbytes}", "tmpfs", at=folder)
     try:
         yield folder

@@ -1,4 +1,4 @@
-"""What is skipped where, what two workers (``pytest -n 2``) run, and what is said at the end."""
+"""Hooks of pytest: which tests are skipped, how two workers (``pytest -n 2``) share them, and lines of the summary."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import pytest
 import torch
 
 IN_ONE_WORKER = "tests/end_to_end/"
-"""These start jobs of their own and count what those leave behind: one at a time. They are begun first."""
-SAID = "said at the end"
-"""A property of a test, by ``record_property``: a line of the summary. What workers print is lost."""
+"""These start whole jobs and count the processes that remain: one at a time, and first, as they take longest."""
+SUMMARY_LINE = "summary line"
+"""The name of a test's property (``record_property``) that is printed in the summary; what workers print is lost."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests marked ``gpu`` need a CUDA device; those marked ``long`` somebody who asks for them."""
+    """Skip tests marked ``gpu`` without a CUDA device, and those marked ``long`` unless they are selected."""
     if "long" not in config.option.markexpr:
         for item in items:
             if item.get_closest_marker("long"):
@@ -27,7 +27,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """By file: its fixtures are made once, and its tests keep their order. ``--dist worksteal`` goes by test."""
+    """Distribute tests by file: fixtures are made once and tests keep their order, unlike with ``--dist worksteal``."""
     if config.getoption("dist") == "worksteal":
         return None
     from xdist.scheduler import LoadFileScheduling
@@ -41,8 +41,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """The lines that tests want to be seen."""
+    """Print the lines that tests have recorded for the summary."""
     for report in terminalreporter.getreports("passed"):
         for name, text in report.user_properties:
-            if name == SAID:
+            if name == SUMMARY_LINE:
                 terminalreporter.write_line(text)

@@ -10,7 +10,6 @@ __all__ = ["covering_set", "full_product"]
 
 
 def full_product(factors: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
-    """Every case."""
     return [dict(zip(factors, values, strict=True)) for values in itertools.product(*factors.values())]
 
 
@@ -46,5 +45,5 @@ def covering_set(factors: Mapping[str, Sequence[Any]], strength: int) -> list[di
 def _num_new(
     case: Mapping[str, Any], choices: list[tuple[str, ...]], missing: Mapping[Any, None], factors: Mapping[str, Any]
 ) -> int:
-    """Of the combinations of these factors in ``case``, those that are missing so far."""
+    """The number of combinations of these factors in ``case`` that are still missing."""
     return sum(tuple((name, case[name]) for name in factors if name in chosen) in missing for chosen in choices)

@@ -1,4 +1,4 @@
-"""Faults of a stored file, from when they are injected to when they are healed."""
+"""Injects faults into an open file of the library, and removes them again."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PAGE = 4096
 
 
 def _descriptor(file: StoredFile) -> int:
-    """The number of the store's open file, which the library keeps to itself."""
+    """The file descriptor of the store, which the library does not expose."""
     for entry in Path("/proc/self/fd").iterdir():
         if os.path.realpath(entry) == str(file.path):
             return int(entry.name)
@@ -24,7 +24,7 @@ def _descriptor(file: StoredFile) -> int:
 
 @contextmanager
 def _instead(file: StoredFile, path: str, flags: int = os.O_RDWR) -> Iterator[None]:
-    """Another open file stands where the store's stood."""
+    """Replace the store's open file by another one."""
     number = _descriptor(file)
     kept, other = os.dup(number), os.open(path, flags)
     os.dup2(other, number, inheritable=False)
@@ -68,7 +68,7 @@ def closed(file: StoredFile) -> Iterator[None]:
 
 @contextmanager
 def file_size_limit(nbytes: int) -> Iterator[None]:
-    """Also where SIGXFSZ would end the process, as it does after LLVM (Triton) has compiled something in it."""
+    """Limit file sizes, also where SIGXFSZ would end the process because LLVM (Triton) has installed its handler."""
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
@@ -81,7 +81,7 @@ def file_size_limit(nbytes: int) -> Iterator[None]:
 
 @contextmanager
 def small_limit(file: StoredFile) -> Iterator[None]:
-    """Writes beyond 3 pages of data are refused, and what is in front of it is written."""
+    """Fail writes beyond 3 pages of data; earlier pages are written."""
     with file_size_limit(4 * PAGE):
         yield
 
@@ -102,7 +102,7 @@ def flipped(file: StoredFile) -> Iterator[None]:
 
 @contextmanager
 def lost(file: StoredFile) -> Iterator[None]:
-    """What was written since never reached the file."""
+    """Discard what is written: it never reaches the file."""
     before = file.path.read_bytes()
     yield
     number = os.open(file.path, os.O_RDWR)
@@ -111,7 +111,7 @@ def lost(file: StoredFile) -> Iterator[None]:
 
 
 def flip(file: StoredFile, at: int) -> None:
-    """Turn one bit of a byte of the data."""
+    """Flip one bit of a byte of the data."""
     number = os.open(file.path, os.O_RDWR)
     (byte,) = os.pread(number, 1, PAGE + at)
     os.pwrite(number, bytes([byte ^ 4]), PAGE + at)

@@ -1,4 +1,4 @@
-"""Scripts on ranks as torchrun starts them, without the starts: forks of the pool's process, which has imported torch.
+"""Runs scripts as torchrun would, but on forks of a process that has already imported torch.
 
 What torchrun itself does is covered where real agents run: test_two_machines.py, test_bench_nodes.py and the first runs
 of test_train_gpt.py and test_bench.py.
@@ -25,12 +25,7 @@ from tests.ranks import forkserver
 
 
 def run_on_forks(
-    num_ranks: int,
-    runs: Sequence[Sequence[str]],
-    *,
-    cwd: Path,
-    timeout_s: float = 450,
-    **variables: str,
+    num_ranks: int, runs: Sequence[Sequence[str]], *, cwd: Path, timeout_s: float = 450, **variables: str
 ) -> str:
     """Run scripts one after the other on the same ranks, each as ``torchrun SCRIPT ARGUMENTS`` would.
 
@@ -66,7 +61,7 @@ def run_on_forks(
 
 
 def _end_of(processes: list[Any], timeout_s: float) -> list[int | None]:
-    """Wait until all have ended, one has failed or the time is up; kill what is left. Their exit codes."""
+    """Wait until all have ended, one has failed or the time is up; kill those still running; return the exit codes."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline and any(p.exitcode is None for p in processes):
         if any(p.exitcode for p in processes):
@@ -81,7 +76,7 @@ def _end_of(processes: list[Any], timeout_s: float) -> list[int | None]:
 
 
 def _free_ports(count: int) -> list[int]:
-    """Below those that the system gives to connections: later runs' must still be free when the first have ended."""
+    """Return free ports below the ephemeral range: those must still be free when later runs use them."""
     ports: list[int] = []
     while len(ports) < count:
         port = random.SystemRandom().randrange(10_000, 32_768)

@@ -1,4 +1,4 @@
-"""On a rank: a job of NCCL alone, as ``init_process_group("nccl")`` makes it, where there is no GPU.
+"""Emulates, without a GPU, a rank of a job that has only ``init_process_group("nccl")``.
 
 Every process group says that it takes tensors on GPUs alone, but those that are made as gloo groups. An exchange of
 host tensors over any other asks for the current GPU, which is an error here.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import pytest
 
@@ -20,7 +20,7 @@ __all__ = ["nccl_alone"]
 
 @contextmanager
 def nccl_alone() -> Iterator[WeakSet[Any]]:
-    """Inside, groups are NCCL's; yields those that were made for host tensors."""
+    """Make every group look like an NCCL group; yields those that were created for host tensors."""
     of_hosts: WeakSet[Any] = WeakSet()
     new_group = groups.new_group
 
@@ -38,4 +38,5 @@ def nccl_alone() -> Iterator[WeakSet[Any]]:
         patch.setattr(groups, "new_group", new)
         patch.setattr(backend, "backend_of", backend_of)
         patch.setattr(topology, "backend_of", backend_of)
+        patch.setattr(topology, "_HOPS", WeakKeyDictionary())  # what is known of groups, their backend among it
         yield of_hosts

@@ -1,4 +1,4 @@
-"""Run functions on several ranks: one process a rank, gloo on this machine, the processes kept between tests.
+"""Runs functions on live ranks: one process for each rank, over gloo on this machine, kept between tests.
 
 Importing torch, and what a first optimizer imports, costs 4 s of a core: one process does it, and ranks are its forks.
 A rank that fails, dies or is late costs its pool, which is killed and built anew for the next test.
@@ -35,7 +35,7 @@ from zcomm._transport import backend_choice
 from zcomm._transport.nccl_communicators import close_communicators
 
 TIMEOUT_S = int(os.environ.get("ZCOMM_TEST_TIMEOUT_S", "240"))
-"""For one call: only a hang takes that long, also on a machine whose disk or cores are busy with something else."""
+"""The timeout of one call: long enough that only a deadlock reaches it, even on a busy machine."""
 AFTER_FAILURE_S = 5
 PRELOADED = ["torch._dynamo", "torch.distributed.fsdp", "zcomm", "zero", "pytest", "hypothesis"]
 
@@ -46,7 +46,7 @@ _BACKEND: list[str] = ["torch"]
 
 @contextmanager
 def ranks_over(backend: str) -> Iterator[None]:
-    """Ranks' collectives go over ``backend``, "torch" or "nccl", unless they are told otherwise."""
+    """Use ``backend``, "torch" or "nccl", for the ranks' collectives unless a call names another."""
     before, _BACKEND[0] = _BACKEND[0], backend
     try:
         yield
@@ -55,7 +55,7 @@ def ranks_over(backend: str) -> Iterator[None]:
 
 
 def forkserver() -> Any:
-    """The multiprocessing context whose processes are forks of one that has imported what ranks need."""
+    """The multiprocessing context whose processes are forked from one that has imported what ranks need."""
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     return context
@@ -79,7 +79,7 @@ class Pool:
             self.processes.append(process)
 
     def close(self, *, kill: bool = False) -> None:
-        """Let the ranks end by themselves, or kill them."""
+        """Let the ranks exit, or kill them."""
         for pipe in self.pipes:
             pipe.close()
         for process in self.processes:
@@ -122,7 +122,7 @@ def run_ranks(world_size: int, fn: Callable[..., None], *args: object) -> None:
 
 
 def _answer(pipe: Connection, process: Any) -> str | None:
-    """What a rank has to say: None if all was well."""
+    """A rank's answer: None, or the text of its error."""
     try:
         text = pipe.recv()
     except (EOFError, OSError):
@@ -140,18 +140,18 @@ def close_pools() -> None:
 
 @cache
 def topology(ranks_per_node: int) -> Topology:
-    """On a rank: the topology of this pool with so many ranks a node, made once."""
+    """On a rank: the pool's topology with so many ranks in a node, created once."""
     _TOPOLOGIES.append(Topology(ranks_per_node=ranks_per_node))
     return _TOPOLOGIES[-1]
 
 
 _TOPOLOGIES: list[Topology] = []
-"""Closed when the rank ends, and their communicators with them."""
+"""Closed with their communicators when the rank ends."""
 
 
 @cache
 def device_mesh(shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
-    """On a rank: the DeviceMesh of this pool with those axes, made once."""
+    """On a rank: the pool's DeviceMesh with these axes, created once."""
     return init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 
@@ -179,10 +179,10 @@ def _serve(rank: int, world_size: int, backend: str, store: str, pipe: Connectio
 
 
 def use_emulated_nccl() -> None:
-    """On a rank that has just been forked: its collectives go over the emulated NCCL."""
+    """On a newly forked rank: use the emulated NCCL for collectives."""
     os.environ["ZCOMM_NCCL"] = "emulated"
     env.value.cache_clear()  # what was read before the fork
-    backend_choice.AUTO = "nccl"  # what is not told otherwise
+    backend_choice.AUTO = "nccl"  # the default of calls that name no backend
 
 
 def _receive(pipe: Connection) -> tuple[Callable[..., None], tuple[object, ...]] | None:

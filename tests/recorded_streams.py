@@ -1,4 +1,4 @@
-"""Stands for CUDA's streams, on machines without: what is asked of them is written down."""
+"""Fakes of CUDA streams for machines without a GPU: they record the calls made on them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DEVICE = torch.device("cuda", 0)
 
 
 class Recorded:
-    """Stands for torch.cuda's streams and events, and for tensors there."""
+    """A fake of torch.cuda's streams and events, and of tensors there."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.log: list[str] = []
@@ -44,7 +44,7 @@ class Recorded:
             self.current = before
 
     def steps(self, name: str, error: Exception | None = None) -> Steps:
-        """A collective that says where it runs."""
+        """A collective that records the stream it runs on."""
         self.log.append(f"{name} on {self.current.name}")
         yield None
         if error is not None:
@@ -84,7 +84,7 @@ class Event:
 
 
 class OnDevice(Tensor):
-    """A tensor that says it is on the GPU."""
+    """A CPU tensor that claims to be on the GPU."""
 
     device = DEVICE
     is_cuda = True

@@ -1,4 +1,4 @@
-"""Some of many slow cases each day, in turn. ``ZERO_TEST_DAY=NUMBER`` has those of the day with that ordinal."""
+"""Runs some of many slow cases each day, in turn. ``ZERO_TEST_DAY=NUMBER`` selects the day with that ordinal."""
 
 from __future__ import annotations
 
@@ -14,5 +14,5 @@ Case = TypeVar("Case")
 
 
 def of_the_day(cases: Sequence[Case], count: int) -> list[Case]:
-    """``count`` of ``cases``: every one within ``len(cases) / count`` days."""
+    """Select ``count`` of ``cases``; every case runs once within ``len(cases) / count`` days."""
     return [cases[(DAY * count + i) % len(cases)] for i in range(count)]

@@ -1,4 +1,4 @@
-"""Shared libraries that stand for NCCL and for NVIDIA's driver, compiled when a test asks for them."""
+"""Builds stub libraries in place of NCCL and NVIDIA's driver, when a test needs them."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def _compiled(source: Path, library: Path, *options: str) -> Path:
 
 
 def stub_nccl(folder: Path, version: int) -> Path:
-    """A ``libnccl.so.2`` that says it is ``version`` (22907: 2.29.7) and has every function."""
+    """Build a ``libnccl.so.2`` that reports ``version`` (22907: 2.29.7) and has every function."""
     options = f"-DSTUB_VERSION={version}", "-DSTUB_HAS_REGISTRATION"
     return _compiled(STUB_NCCL, folder / "libnccl.so.2", *options)
 
 
 def stub_driver(folder: Path, version: int) -> Path:
-    """A ``libcuda.so.1`` of CUDA ``version`` (12040: 12.4)."""
+    """Build a ``libcuda.so.1`` that reports CUDA ``version`` (12040: 12.4)."""
     folder.mkdir(parents=True, exist_ok=True)
     source = folder / "driver.cc"
     source.write_text(DRIVER.format(version=version))

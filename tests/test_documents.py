@@ -1,4 +1,4 @@
-"""Measured figures of the README and docs come from files under bench/results; links lead somewhere; one version.
+"""Checks of the documents: measured figures agree with files under bench/results, links resolve, one version.
 
 A block of a document (a paragraph, an item of a list, a table) that links to a file under bench/results is about what
 was measured: each of its numbers must be in that file, and those of a table's row in one line of it, in that order. A
@@ -22,7 +22,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 CONFIG_TABLE = re.compile(r"<!-- config table: .*?-->.*?<!-- end of config table -->", re.DOTALL)
-"""Compared with the program by another test."""
+"""Another test compares this with the program."""
 README, INDEX = ROOT / "README.md", ROOT / "docs" / "index.md"
 DOCUMENTS = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 RESULT = re.compile(r"\]\((?:\.\./)*(bench/results/[\w./-]+\.md)\)")
@@ -42,7 +42,7 @@ FILE = re.compile(
 
 
 class Claim(NamedTuple):
-    """Numbers that must be in one line of a file, or, of prose, anywhere in it."""
+    """Numbers that must occur in one line of a file, or, for prose, anywhere in it."""
 
     text: str
     file: str
@@ -96,7 +96,7 @@ def test_every_measured_number_is_in_its_file() -> None:
 
 
 def test_an_altered_figure_is_noticed() -> None:
-    """Each number with another last digit; in prose those of one or two digits, such as 4 ranks, may be there, too."""
+    """Change the last digit of each number. In prose, one- and two-digit numbers, such as 4 ranks, may recur."""
     unnoticed, tried = [], 0
     for claim in itertools.chain(*(claims_of(path.read_text()) for path in DOCUMENTS)):
         for index, number in enumerate(claim.numbers):
@@ -115,7 +115,7 @@ def test_an_altered_figure_is_noticed() -> None:
 
 
 def test_tables_are_those_of_the_results() -> None:
-    """Those of the README and of docs/results.md, and the pages beside the JSON files of bench/compare.py."""
+    """The tables of the README and docs/results.md, and the pages next to the JSON files of bench/compare.py."""
     spec = importlib.util.spec_from_file_location("results", ROOT / "tools" / "results.py")
     assert spec is not None
     assert spec.loader is not None
@@ -137,13 +137,13 @@ def test_tables_are_those_of_the_results() -> None:
 
 
 def anchors(path: Path) -> set[str]:
-    """What the headings of a document can be linked to by."""
+    """The anchors of a document's headings."""
     titles = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```", "", path.read_text(), flags=re.DOTALL | re.M), re.M)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
 def links_of(path: Path) -> list[str]:
-    """Where a document links to, but for other sites."""
+    """The links of a document to files of this repository."""
     text = re.sub(r"<!--.*?-->|^```.*?^```", "", path.read_text(), flags=re.DOTALL | re.M)
     return [link for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link]
 
@@ -159,7 +159,7 @@ def test_links_lead_somewhere(path: Path) -> None:
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_files_that_are_named_exist(path: Path) -> None:
-    """With the folder they are in; one that begins with an underscore is in zero or zcomm."""
+    """Documents name files with their folder; a name that begins with an underscore is in zero or zcomm."""
     missing_files = [
         name
         for name in FILE.findall(path.read_text())
@@ -169,7 +169,7 @@ def test_files_that_are_named_exist(path: Path) -> None:
 
 
 def test_every_document_is_found_from_the_index() -> None:
-    """By links between documents; the index from the README."""
+    """Every document is reachable by links from the index, and the index from the README."""
     targets = {
         path: {(path.parent / link.partition("#")[0]).resolve() for link in links_of(path)} for path in DOCUMENTS
     }
@@ -187,7 +187,7 @@ def test_the_version_has_one_place() -> None:
     assert newest is not None
     assert newest[1] == version
     sources = [p for folder in ("zcomm", "zero", "cpp", "cmake") for p in (ROOT / folder).rglob("*") if p.is_file()]
-    told = [
+    problems = [
         p for p in sources if p.suffix in (".py", ".cc", ".h", ".cmake", ".txt") and f'"{version}"' in p.read_text()
     ]
-    assert not told
+    assert not problems

@@ -19,7 +19,7 @@ import zcomm
 import zero
 
 ROLE = re.compile(r":\w+:`~?([\w.]+)`")
-"""A reference in reStructuredText; to pdoc a plain name in backticks is one."""
+"""A reStructuredText reference; pdoc makes a link of a plain name in backticks."""
 
 
 def resolve(module: ModuleType) -> None:
@@ -32,7 +32,7 @@ def resolve(module: ModuleType) -> None:
 
 
 def main() -> int:
-    """Render into the folder, default ``build/docs``, and say how many pages there are."""
+    """Render into the folder, default ``build/docs``, and print the number of pages."""
     folder = Path(sys.argv[1] if len(sys.argv) > 1 else "build/docs")
     warnings.simplefilter("error")
     for module in (zcomm, zero, sys.modules["zero.initialize"]):

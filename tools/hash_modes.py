@@ -1,4 +1,4 @@
-"""Hash a short run of every stage, mode, tier and drop-in: a change that moves code must leave each line as it was.
+"""Hash a short run of every stage, mode, tier and drop-in: refactoring must not change any hash.
 
     python tools/hash_modes.py --output /tmp/before.txt     on the commit before
     python tools/hash_modes.py --compare /tmp/before.txt    after: prints what differs; exit code 1 if anything does
@@ -20,529 +20,35 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import logging
-import random
-import re
-import struct
 import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable
+from contextlib import suppress
 from datetime import timedelta
-from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.nn import functional as F  # noqa: N812
-from torch.nn.parallel import DistributedDataParallel
+from hashed_runs import PARTS, RANKS_PER_NODE, TIMEOUT_S, WORLD_SIZE, Hashes, Place, Run, Then, modes
 
 import zcomm
-import zero
 
-WORLD_SIZE, RANKS_PER_NODE, STEPS = 4, 2, 4
-VOCABULARY, WIDTH, LENGTH, BATCH = 61, 48, 8, 2
-LEARNING_RATE = 1e-2
-TIMEOUT_S = 120
-PARTS = ("losses", "weights", "states", "wire", "control")
 ERROR = "ERROR"
-BF16 = torch.bfloat16
-
-
-class Block(nn.Module):
-    """A residual MLP behind a norm; with dropout if that is not 0."""
-
-    def __init__(self, dropout: float) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-        self.dropout = nn.Dropout(dropout)
-
-    def forward(self, x: Tensor) -> Tensor:  # noqa: D102
-        return x + self.dropout(self.down(F.gelu(self.up(self.norm(x)))))
-
-
-class Model(nn.Module):
-    """Embedding, two blocks, a norm, and a head tied to the embedding. Called, it is the loss."""
-
-    def __init__(self, *, dropout: float = 0, calls: Callable[..., Any] | None = None) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.position = nn.Parameter(torch.randn(LENGTH, WIDTH) * 0.1)
-        self.blocks = nn.ModuleList(Block(dropout) for _ in range(2))
-        self.norm = nn.LayerNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
-        self.head.weight = self.embedding.weight
-        self.calls = calls
-
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:  # noqa: D102
-        x = self.embedding(tokens) + self.position
-        for block in self.blocks:
-            x = block(x) if self.calls is None else self.calls(block, x)
-        return F.cross_entropy(self.head(self.norm(x)).float().flatten(0, 1), targets.flatten())
-
-
-class Hashes:
-    """What one rank's run comes to, by part."""
-
-    def __init__(self) -> None:
-        self._of = {part: hashlib.sha256() for part in PARTS}
-        self._num_bytes = 0
-
-    def add(self, part: str, value: Any) -> None:
-        """Take ``value`` in: tensors by their bits, mappings by key. What is None or empty in a mapping is left out."""
-        _feed(self._of[part], value)
-
-    @contextmanager
-    def traffic(self) -> Iterator[None]:
-        """Take in what is sent within."""
-        with zcomm.traffic() as sent:
-            yield
-        for key, count in sent:
-            self.add("control" if key.operation == "control" else "wire", (*key, *count))
-        self._num_bytes += sent.bytes()
-
-    def result(self) -> tuple[dict[str, str], int]:
-        """Digests, and bytes sent."""
-        return {part: digest.hexdigest() for part, digest in self._of.items()}, self._num_bytes
-
-
-def _feed(digest: Any, value: Any) -> None:
-    if isinstance(value, Tensor):
-        plain = value.detach().cpu().contiguous().flatten()
-        digest.update(f"{value.dtype} {tuple(value.shape)}".encode())
-        digest.update(plain.view(torch.uint8).numpy().tobytes())
-    elif isinstance(value, Mapping):
-        for name in sorted(value, key=str):
-            if value[name] is not None and not (isinstance(value[name], (Mapping, list, tuple)) and not value[name]):
-                digest.update(f"{name}:".encode())
-                _feed(digest, value[name])
-    elif isinstance(value, (list, tuple)):
-        digest.update(f"[{len(value)}".encode())
-        for item in value:
-            _feed(digest, item)
-    elif isinstance(value, float):
-        digest.update(struct.pack("<d", value))
-    elif isinstance(value, (str, int, bytes, torch.dtype)) or value is None:
-        digest.update(f"{value!r};".encode())
-    else:
-        raise TypeError(f"no bits of a {type(value).__name__}")
-
-
-class Place(NamedTuple):
-    """Where a rank runs: who it is, with whom, and a folder that all ranks share."""
-
-    rank: int
-    topology: zcomm.Topology
-    folder: str
-
-
-Run = Callable[[Place, Hashes], None]
-
-
-class Then(NamedTuple):
-    """A mode of several jobs, one after the other, which share a folder: each with its number of ranks."""
-
-    jobs: tuple[tuple[int, Run], ...]
-
-
-def seed(number: int) -> None:
-    """Every generator that a checkpoint holds."""
-    random.seed(number)
-    torch.manual_seed(number)
-    if (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.seed(number)
-
-
-def new_model(rank: int, dtype: torch.dtype = torch.float32, *, has_frozen: bool = False, **options: Any) -> Model:
-    """The same on every rank, and generators that differ."""
-    seed(0)
-    model = Model(**options).to(dtype)
-    if has_frozen:
-        model.blocks[0].requires_grad_(False)
-    seed(100 + rank)
-    return model
-
-
-def batch(step: int, micro: int, rank: int) -> tuple[Tensor, Tensor]:
-    """Tokens and targets of a rank's micro-batch."""
-    generator = torch.Generator().manual_seed(1000 * step + 100 * micro + rank)
-    tokens = torch.randint(VOCABULARY, (BATCH, LENGTH + 1), generator=generator)
-    return tokens[:, :-1], tokens[:, 1:]
-
-
-def groups_of(model: nn.Module) -> list[dict[str, Any]]:
-    """Weight decay for matrices; another learning rate for the rest."""
-    params = [param for param in model.parameters() if param.requires_grad]
-    return [
-        {"params": [param for param in params if param.ndim > 1], "weight_decay": 0.1},
-        {"params": [param for param in params if param.ndim == 1], "weight_decay": 0.0, "lr": LEARNING_RATE / 3},
-    ]
-
-
-def zero_optimizer(model: nn.Module, place: Place, inner: Any = torch.optim.AdamW, **options: Any) -> Any:
-    """A ZeroOptimizer over two parameter groups; ``"FOLDER"`` in an option is the shared folder."""
-    options = json.loads(json.dumps(options).replace("FOLDER", place.folder))
-    options.setdefault("stage", 3)
-    return zero.ZeroOptimizer(model, inner(groups_of(model), lr=LEARNING_RATE), topology=place.topology, **options)
-
-
-def take_step(
-    model: nn.Module,
-    optimizer: Any,
-    place: Place,
-    hashes: Hashes,
-    step: int,
-    *,
-    num_micro: int = 1,
-    max_norm: float | None = None,
-    overflows_at: int | None = None,
-) -> None:
-    """The loop that a user writes; in step ``overflows_at`` gradients overflow on rank 1."""
-    scale = getattr(optimizer, "scale", lambda loss: loss)
-    for micro in range(num_micro):
-        loss = model(*batch(step, micro, place.rank)) / num_micro
-        hashes.add("losses", loss.item())
-        scale(loss * (float("inf") if (step, place.rank) == (overflows_at, 1) else 1)).backward()
-    if max_norm is not None:
-        hashes.add("losses", optimizer.clip_grad_norm_(max_norm).item())
-    optimizer.step()
-    optimizer.zero_grad()
-    if getattr(optimizer, "loss_scale", None) is not None:
-        hashes.add("losses", (optimizer.loss_scale.scale, optimizer.was_step_applied))
-
-
-def collect(model: nn.Module, optimizer: Any, hashes: Hashes) -> None:
-    """Take in the parameters, masters and states of a ZeroOptimizer."""
-    saved = optimizer.state_dict()  # with what a delayed update has not published yet
-    wanted = ("layout", "masters", "loss_scale", "delayed", "node")
-    hashes.add("states", {name: saved[name] for name in wanted} | {"states": saved["optimizer"]["state"]})
-    optimizer.finish_update()
-    for name, param in model.named_parameters():
-        hashes.add("states", (name, zero.utils.safe_get_full_fp32_param(param)))
-        for moment in ("exp_avg", "exp_avg_sq") if param.requires_grad else ():
-            hashes.add("states", zero.utils.safe_get_full_optimizer_state(param, moment))
-    with zero.GatheredParameters(list(model.parameters())):
-        hashes.add("weights", {name: param.detach().clone() for name, param in model.named_parameters()})
-    hashes.add("weights", model.state_dict())
-
-
-def train(
-    place: Place,
-    hashes: Hashes,
-    *,
-    model: Mapping[str, Any] | None = None,
-    loop: Mapping[str, Any] | None = None,
-    inner: Any = torch.optim.AdamW,
-    **options: Any,
-) -> None:
-    """Steps under a ZeroOptimizer with ``options``."""
-    built, loop = new_model(place.rank, **(model or {})), loop or {}
-    with hashes.traffic():
-        optimizer = zero_optimizer(built, place, inner, gradient_accumulation_steps=loop.get("num_micro", 1), **options)
-        for step in range(STEPS):
-            take_step(built, optimizer, place, hashes, step, **loop)
-    collect(built, optimizer, hashes)
-    optimizer.close()
-
-
-def train_built_sharded(place: Place, hashes: Hashes) -> None:
-    """A model that zero.Init divides as it is built, with loaded weights, evaluated between steps."""
-    weights = new_model(0).state_dict()
-    with hashes.traffic():
-        with zero.Init(dtype=BF16, ranks_per_node=RANKS_PER_NODE):
-            seed(place.rank)
-            model = Model()
-        zero.load_pretrained(model, weights if place.rank == 0 else None)
-        optimizer = zero_optimizer(model, place)
-        for step in range(STEPS):
-            take_step(model, optimizer, place, hashes, step)
-            with torch.no_grad(), zero.gathered_for_generation(model):
-                hashes.add("losses", model(*batch(step, 9, place.rank)).item())
-    collect(model, optimizer, hashes)
-    optimizer.close()
-
-
-def train_engine(place: Place, hashes: Hashes, **config: Any) -> None:
-    """zero.initialize() with a DeepSpeed configuration."""
-    config = {
-        "train_micro_batch_size_per_gpu": BATCH,
-        "optimizer": {"type": "AdamW", "params": {"lr": LEARNING_RATE, "weight_decay": 0.1}},
-        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": LEARNING_RATE, "warmup_num_steps": 3}},
-        "zcomm": {"ranks_per_node": RANKS_PER_NODE},
-        **config,
-    }
-    with hashes.traffic():
-        engine, optimizer, *_ = zero.initialize(model=new_model(place.rank), config=config)
-        for micro in range(STEPS * config["gradient_accumulation_steps"]):
-            loss = engine(*batch(micro, 0, place.rank))
-            hashes.add("losses", loss.item())
-            engine.backward(loss)
-            engine.step()
-    hashes.add("losses", [group["lr"] for group in optimizer.param_groups])
-    collect(engine.module, optimizer, hashes)
-    engine.destroy()
-
-
-def save(place: Place, hashes: Hashes, **options: Any) -> None:
-    """Two steps, saved; two more."""
-    model = new_model(place.rank, BF16)
-    optimizer = zero_optimizer(model, place, **options)
-    for step in range(STEPS):
-        take_step(model, optimizer, place, hashes, step)
-        if step == 1:
-            zero.save_checkpoint(optimizer, place.folder, "tag")
-            hashes.add("states", dict(tensors_in(Path(place.folder))))
-    collect(model, optimizer, hashes)
-    optimizer.close()
-
-
-def resume(place: Place, hashes: Hashes, **options: Any) -> None:
-    """Two steps from the files of :func:`save`."""
-    model = new_model(place.rank, BF16)
-    with hashes.traffic():
-        optimizer = zero_optimizer(model, place, **options)
-        zero.load_checkpoint(optimizer, place.folder)
-        for step in (2, 3):
-            take_step(model, optimizer, place, hashes, step)
-    collect(model, optimizer, hashes)
-    optimizer.close()
-
-
-def tensors_in(folder: Path) -> Iterator[tuple[str, tuple[Any, ...]]]:
-    """Dtype, shape and bytes of every tensor in the safetensors files below ``folder``, by file and name.
-
-    Each save has a random number of 8 digits in the names of its files.
-    """
-    paths = {re.sub(r"[0-9a-f]{8}", "ID", path.name): path for path in folder.rglob("*.safetensors")}
-    for file, path in sorted(paths.items()):
-        content = path.read_bytes()
-        (size,) = struct.unpack("<Q", content[:8])
-        for name, entry in json.loads(content[8 : 8 + size]).items():
-            if name != "__metadata__":
-                start, stop = (8 + size + offset for offset in entry["data_offsets"])
-                digest = hashlib.sha256(content[start:stop]).hexdigest()
-                yield f"{file} {name}", (entry["dtype"], entry["shape"], digest)
-
-
-def train_drop_in(place: Place, hashes: Hashes, *, kind: str, recipe: str | zcomm.Recipe, num_micro: int = 1) -> None:
-    """Steps under DDP or FSDP2 with a recipe."""
-    plain = new_model(place.rank)
-    with hashes.traffic():
-        if kind == "ddp":
-            model: Any = DistributedDataParallel(plain)
-            installed = zcomm.install_ddp(model, recipe, topology=place.topology)
-        else:
-            mesh = init_device_mesh("cpu", (WORLD_SIZE,))
-            for block in plain.blocks:
-                fully_shard(block, mesh=mesh)
-            model = fully_shard(plain, mesh=mesh)
-            installed = zcomm.install_fsdp2(model, recipe, topology=place.topology)
-        optimizer = torch.optim.AdamW(groups_of(model), lr=LEARNING_RATE)
-        for step in range(STEPS):
-            take_step(model, optimizer, place, hashes, step, num_micro=num_micro)
-    hashes.add("states", {name: _plain(value) for name, value in installed.state_dict().items()})
-    hashes.add("states", _plain(optimizer.state_dict()["state"]))
-    hashes.add("weights", {name: _whole(value) for name, value in model.state_dict().items()})
-    installed.uninstall()
-
-
-def _whole(value: Any) -> Any:
-    return value.full_tensor() if hasattr(value, "full_tensor") else value
-
-
-def _plain(value: Any) -> Any:
-    """With this rank's part in place of every DTensor."""
-    if isinstance(value, Mapping):
-        return {name: _plain(item) for name, item in value.items()}
-    return value.to_local() if hasattr(value, "to_local") else value
-
-
-FORMATS = [*zcomm.FORMATS, "int8:asym", "int4/64:hadamard", "int8:stochastic", "int4:asym:stochastic"]
-NUMEL = 1000
-
-
-def exchange(place: Place, hashes: Hashes, *, operation: str) -> None:
-    """One collective in every format, of float32 and bf16, over nodes and in one hop."""
-    whole = torch.randn(WORLD_SIZE * NUMEL, generator=torch.Generator().manual_seed(place.rank)) ** 3
-    for number, (name, dtype) in enumerate((name, dtype) for name in FORMATS for dtype in (torch.float32, BF16)):
-        given = {"format": name}
-        if zcomm.get_format(name).is_random:
-            given["random"] = zcomm.RandomKey(seed=3, tensor=number, step=place.topology.world_size)
-        for group in (place.topology, None):
-            source = whole.to(dtype, copy=True)
-            with hashes.traffic():
-                hashes.add("weights", (name, _exchanged(operation, source, group, given)))
-
-
-def _exchanged(operation: str, source: Tensor, group: Any, given: dict[str, Any]) -> Tensor:
-    if operation == "all_reduce":
-        zcomm.all_reduce(source, "avg", group, **given)
-        return source
-    output = torch.empty_like(source[:NUMEL] if operation == "reduce_scatter" else source)
-    if operation == "reduce_scatter":
-        zcomm.reduce_scatter_single(output, source, "avg", group=group, **given)
-    elif operation == "all_gather":
-        zcomm.all_gather_single(output, source[:NUMEL], group, **given)
-    else:
-        zcomm.all_to_all_single(output, source, group, **given)
-    return output
-
-
-def exchange_with_state(place: Place, hashes: Hashes) -> None:
-    """Reductions with a residual, and gathers of changes."""
-    topology, numel = place.topology, WORLD_SIZE * 512
-    residual = zcomm.Residual(topology, [("a", 0, numel)], numel, beta=0.9, reset_interval=3)
-    generator = torch.Generator().manual_seed(place.rank)
-    for _ in range(STEPS):
-        source, output = torch.randn(numel, generator=generator), torch.empty(512)
-        with hashes.traffic():
-            zcomm.reduce_scatter_single(
-                output, source, "avg", group=topology, format=("int8", "nf4"), residual=residual
-            )
-        residual.commit()
-        hashes.add("weights", output)
-        hashes.add("states", residual.state_dict())
-
-
-def _offload(device: str, **more: Any) -> dict[str, Any]:
-    return {"device": device, **({"nvme_path": "FOLDER"} if device == "nvme" else {}), **more}
-
-
-def modes() -> dict[str, Run | Then]:
-    """All modes by name."""
-    found: dict[str, Run | Then] = {}
-    for part in (_stages, _compressed, _tiers, _others):
-        for name, run in part():
-            assert name not in found, name
-            found[name] = run
-    return found
-
-
-def _stages() -> Iterable[tuple[str, Run | Then]]:
-    bf16 = {"dtype": BF16}
-    for stage in range(4):
-        yield f"stage{stage}-float32", partial(train, stage=stage)
-        yield f"stage{stage}-bf16", partial(train, stage=stage, model=bf16)
-    fp16 = {"enabled": True, "initial_scale_power": 8, "hysteresis": 1, "loss_scale_window": 1}
-    for stage in (2, 3):
-        yield f"stage{stage}-fp16-dynamic-scale", partial(train, stage=stage, fp16=fp16, loop={"overflows_at": 1})
-    for stage in (1, 3):
-        yield f"stage{stage}-accumulation2", partial(train, stage=stage, loop={"num_micro": 2})
-        yield f"stage{stage}-clipping", partial(train, stage=stage, model=bf16, loop={"max_norm": 0.1})
-    yield (
-        "stage2-configured-clipping-accumulation2",
-        partial(train, stage=2, gradient_clipping=0.1, loop={"num_micro": 2}),
-    )
-    small = {"reduce_bucket_size": 3000, "allgather_bucket_size": 3000}
-    yield "stage2-small-buckets", partial(train, stage=2, **small)
-    yield "stage3-small-buckets-persistent", partial(train, stage3_param_persistence_threshold=100, **small)
-    yield "stage3-init-load-generate", train_built_sharded
-
-
-def _compressed() -> Iterable[tuple[str, Run | Then]]:
-    bf16 = {"dtype": BF16}
-    plus = partial(train, model=bf16)
-    weights, gradients, node = {"quantized_weights": True}, {"quantized_gradients": True}, {"hpz_partition_size": 2}
-    yield "zeropp-weights", partial(plus, **weights)
-    yield "zeropp-gradients", partial(plus, **gradients)
-    yield "zeropp-hpz", partial(plus, **node)
-    yield "zeropp-all", partial(plus, **weights, **gradients, **node)
-    yield (
-        "zeropp-all-accumulation2-hpz-cpu",
-        partial(plus, **weights, **gradients, **node, hpz_secondary_device="cpu", loop={"num_micro": 2}),
-    )
-    yield (
-        "zeropp-frozen",
-        partial(train, model={**bf16, "has_frozen": True}, quantized_nontrainable_weights=True, **weights),
-    )
-    for name in ("int8", "int4", "nf4", "fp8_e4m3"):
-        yield f"format-stage3-{name}", partial(plus, weight_format=name, gradient_format=("int8", name))
-    yield "format-stage1-int8-int4", partial(plus, stage=1, **weights, **gradients)
-    for stage in (1, 2):
-        yield f"delta-stage{stage}", partial(plus, stage=stage, mode="delta", gradient_format="int4")
-    yield "delta_hpz", partial(plus, mode="delta_hpz")
-    yield "delta_hpz-accumulation2", partial(plus, mode="delta_hpz", loop={"num_micro": 2})
-    yield (
-        "delta_hpz-damped-residual-clipping",
-        partial(plus, mode="delta_hpz", residual_beta=0.9, residual_reset_interval=3, loop={"max_norm": 0.1}),
-    )
-
-
-def _tiers() -> Iterable[tuple[str, Run | Then]]:
-    on_host = partial(train, model={"dtype": BF16}, offload_optimizer=_offload("cpu"))
-    in_files = partial(train, model={"dtype": BF16}, inner=zero.CPUAdam, sub_group_size=5000)
-    for stage in (1, 2, 3):
-        yield f"offload-stage{stage}-CPUAdam", partial(on_host, stage=stage, inner=zero.CPUAdam)
-        yield f"offload-stage{stage}-AdamW", partial(on_host, stage=stage, zero_force_ds_cpu_optimizer=False)
-    yield "offload-stage3-ratio", partial(on_host, offload_optimizer=_offload("cpu", ratio=0.5))
-    yield "offload-params-cpu", partial(on_host, offload_param=_offload("cpu"))
-    ahead = {"pipeline_read": True, "pipeline_write": True}
-    yield "nvme-states-stage2", partial(in_files, stage=2, offload_optimizer=_offload("nvme", **ahead))
-    yield "nvme-states-stage3", partial(in_files, offload_optimizer=_offload("nvme"))
-    params = _offload("nvme", max_in_cpu=0, buffer_size=5000)
-    yield "nvme-params", partial(in_files, offload_param=params)
-    yield "nvme-states-params-zeropp", partial(
-        in_files, offload_optimizer=_offload("nvme", **ahead), offload_param=params,
-        quantized_weights=True, quantized_gradients=True, loop={"num_micro": 2},
-    )  # fmt: skip
-    delayed = partial(on_host, inner=zero.CPUAdam, delayed_update=True, delay_start=1)
-    yield "delayed-update-stage2-clipping", partial(delayed, stage=2, gradient_clipping=0.1)
-    yield "delayed-update-stage3", delayed
-    section = {"cpu_checkpointing": True, "contiguous_memory_optimization": True, "number_checkpoints": 2}
-    yield (
-        "activation-checkpointing-cpu",
-        partial(train, model={"dropout": 0.1, "calls": zero.checkpoint}, activation_checkpointing=section),
-    )
-
-
-def _others() -> Iterable[tuple[str, Run | Then]]:
-    plus = {"stage": 3, "zero_quantized_weights": True, "zero_quantized_gradients": True, "zero_hpz_partition_size": 2}
-    yield (
-        "initialize-stage2-fp16",
-        partial(train_engine, zero_optimization={"stage": 2}, gradient_accumulation_steps=2, fp16={"enabled": True}),
-    )
-    yield (
-        "initialize-zeropp-bf16",
-        partial(
-            train_engine,
-            zero_optimization=plus,
-            gradient_accumulation_steps=1,
-            bf16={"enabled": True},
-            gradient_clipping=0.1,
-        ),
-    )
-    stochastic = zcomm.Recipe(gradients=("int4:stochastic", "int4:stochastic"), reduced="int8", seed=7)
-    for kind in ("ddp", "fsdp2"):
-        yield f"{kind}-zeropp", partial(train_drop_in, kind=kind, recipe="zeropp")
-        yield f"{kind}-residual-accumulation2", partial(train_drop_in, kind=kind, recipe="accurate", num_micro=2)
-        yield f"{kind}-stochastic", partial(train_drop_in, kind=kind, recipe=stochastic)
-    for before, after, world_size in ((3, 1, 2), (1, 3, 2), (2, 2, 4)):
-        jobs = (WORLD_SIZE, partial(save, stage=before)), (world_size, partial(resume, stage=after))
-        yield f"checkpoint-stage{before}-to-{after}-on-{world_size}-ranks", Then(jobs)
-    delta = {"mode": "delta_hpz"}
-    yield "checkpoint-delta_hpz", Then(((WORLD_SIZE, partial(save, **delta)), (WORLD_SIZE, partial(resume, **delta))))
-    for operation in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all"):
-        yield f"collective-{operation}", partial(exchange, operation=operation)
-    yield "collective-residual", exchange_with_state
 
 
 def jobs_of(mode: Run | Then) -> tuple[tuple[int, Run], ...]:
-    """Numbers of ranks, and what they run."""
+    """The jobs of a mode: numbers of ranks, and functions."""
     return mode.jobs if isinstance(mode, Then) else ((WORLD_SIZE, mode),)
 
 
 def serve(rank: int, world_size: int, store: str, pipe: Connection) -> None:
-    """A rank: run the jobs that come through ``pipe``, and answer with digests, or with an error's text."""
+    """Run, on a rank, the jobs that arrive through ``pipe``; answer with digests or the text of an error."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
@@ -563,7 +69,7 @@ def serve(rank: int, world_size: int, store: str, pipe: Connection) -> None:
 
 
 class Ranks:
-    """Live processes that run one job after the other."""
+    """Live processes that run one job after another."""
 
     def __init__(self, world_size: int) -> None:
         context = mp.get_context("forkserver")
@@ -580,7 +86,7 @@ class Ranks:
             self._pipes.append(here)
 
     def run(self, name: str, number: int, folder: str) -> tuple[list[Any], str | None]:
-        """Every rank's digests, and the first error."""
+        """Run a job; return every rank's digests and the first error."""
         answers: dict[Any, Any] = {}
         stop = time.monotonic() + TIMEOUT_S
         for pipe in self._pipes:
@@ -619,7 +125,7 @@ def _answer(pipe: Any) -> Any:
 
 
 def line_of(name: str, of_ranks: list[tuple[dict[str, str], int]]) -> str:
-    """The line of a mode that ran."""
+    """The output line of a completed mode."""
     parts = {part: hashlib.sha256("".join(digests[part] for digests, _ in of_ranks).encode()) for part in PARTS}
     whole = hashlib.sha256("".join(digest.hexdigest() for digest in parts.values()).encode()).hexdigest()
     shown = " ".join(f"{part}:{digest.hexdigest()[:8]}" for part, digest in parts.items())
@@ -627,13 +133,13 @@ def line_of(name: str, of_ranks: list[tuple[dict[str, str], int]]) -> str:
 
 
 class Runner:
-    """Runs modes on as many ranks as they want. Those of most modes live from one to the next."""
+    """Runs modes on the ranks that they need, reusing the processes of most modes."""
 
     def __init__(self) -> None:
         self._ranks: dict[int, Ranks] = {}
 
     def line(self, name: str, mode: Run | Then) -> str:
-        """The line of a mode; one that raised has its error instead of a hash."""
+        """Run a mode and return its line; a mode that raised has the error instead of a hash."""
         results: list[Any] = []
         with tempfile.TemporaryDirectory() as folder:
             for number, (world_size, _) in enumerate(jobs_of(mode)):
@@ -653,7 +159,7 @@ class Runner:
 
 
 def differences(lines: dict[str, str], before: Iterable[str], only: str) -> list[str]:
-    """What to print of ``lines`` that are not as they were ``before``."""
+    """Return the lines that differ from those ``before``."""
     old = {line.split()[0]: line for line in before if line.strip() and only in line.split()[0]}
     found = []
     for name in [*old, *(name for name in lines if name not in old)]:

@@ -49,10 +49,10 @@ RESULTS, DOCUMENT = ROOT / "bench" / "results" / "optimizers.md", ROOT / "docs" 
 MARKED = re.compile(r"(?<=<!-- optimizers -->\n).*?(?=<!-- end of optimizers -->)", re.DOTALL)
 STEPS, RANKS, EQUAL = 24, 3, 1e-6
 LIMIT_S = 100
-"""For each of the two answers about an optimizer."""
+"""The text for each of the two verdicts on an optimizer."""
 ACCEPTED, ALIKE = "accepted", "as one process"
 NEEDED: dict[str, dict[str, Any]] = {"Ranger21": {"num_iterations": 100}, "SGD": {"lr": 1e-2}}
-"""What constructors have no default for; tried with these where ``cls(params)`` fails."""
+"""Arguments without default that constructors need; used where ``cls(params)`` fails."""
 COLUMNS = ("library", "optimizer", "verdict", "off", "two processes")
 REASONS = {
     "draws random numbers": "draws random numbers, which differ per rank",
@@ -73,7 +73,7 @@ REASONS = {
 
 
 class Case(NamedTuple):
-    """An optimizer, and how it is built over parameter groups."""
+    """An optimizer and its constructor."""
 
     library: str
     name: str
@@ -81,29 +81,29 @@ class Case(NamedTuple):
 
 
 class Row(NamedTuple):
-    """What came of it, as it is printed."""
+    """The result of a case, as it is printed."""
 
     library: str
     name: str
     verdict: str
     off: str
-    """How far sharded training ends from whole, of the whole way; or why it could not be had."""
+    """Difference of sharded from full training, relative to the total change; or why it could not be computed."""
     on_ranks: str = ""
-    """What ZeroOptimizer itself made of it on two processes."""
+    """The result of ZeroOptimizer itself on two processes."""
 
     @property
     def is_equal(self) -> bool:
-        """Whether shards make no difference."""
+        """Whether sharding changes nothing."""
         return re.fullmatch(r"[0-9.e+-]+", self.off) is not None and float(self.off) < EQUAL
 
     @property
     def is_wrong(self) -> bool:
-        """Whether it is accepted, and was not trained as by one process."""
+        """Whether it is accepted, but trains differently from one process."""
         return self.verdict == ACCEPTED and not (self.is_equal and self.on_ranks in ("", ALIKE))
 
 
 class Model(nn.Module):
-    """A bit of everything, with a matrix above the sizes from which states are factored or encoded."""
+    """A model with all kinds of parameters, and a matrix large enough for factored or encoded states."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -121,19 +121,19 @@ class Model(nn.Module):
 
 
 def new_model() -> Model:
-    """The same on every call."""
+    """Build the same model on every call."""
     torch.manual_seed(0)
     return Model().double()
 
 
 def loss_of(model: nn.Module, step: int) -> Tensor:
-    """Of a batch that belongs to the step."""
+    """The loss of the step's batch."""
     tokens = torch.randint(50, (4, 9), generator=torch.Generator().manual_seed(step))
     return nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens[:, 2:].flatten())
 
 
 def groups_of(pairs: list[tuple[Tensor, bool]]) -> list[dict[str, Any]]:
-    """Weight decay for what is, or was, a matrix."""
+    """Parameter groups: weight decay for parameters that are, or were, matrices."""
     return [
         {"params": [p for p, is_matrix in pairs if is_matrix], "weight_decay": 0.05},
         {"params": [p for p, is_matrix in pairs if not is_matrix], "weight_decay": 0.0},
@@ -141,12 +141,12 @@ def groups_of(pairs: list[tuple[Tensor, bool]]) -> list[dict[str, Any]]:
 
 
 def over(model: nn.Module) -> list[dict[str, Any]]:
-    """Its parameter groups."""
+    """Return the parameter groups of ``model``."""
     return groups_of([(p, p.ndim > 1) for p in model.parameters()])
 
 
 def train_whole(case: Case) -> Tensor:
-    """All parameters after the last step, as one vector: what one process makes of them."""
+    """Train on one process; return all parameters after the last step as one vector."""
     model = new_model()
     optimizer = case.build(over(model))
     for step in range(STEPS):
@@ -158,7 +158,7 @@ def train_whole(case: Case) -> Tensor:
 
 
 def train_cut(case: Case) -> Tensor:
-    """The same on three ranks, each with an optimizer over its pieces of the flat parameters."""
+    """Train as three ranks do, each with an optimizer over its pieces of the flat parameters."""
     model = new_model()
     params = list(model.parameters())
     flat, share = vector(model), -(-vector(model).numel() // RANKS)
@@ -188,12 +188,12 @@ def train_cut(case: Case) -> Tensor:
 
 
 def vector(model: nn.Module) -> Tensor:
-    """All parameters."""
+    """Return all parameters as one vector."""
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
 def distance(got: Tensor, whole: Tensor) -> float | str:
-    """Of the way from the initial values."""
+    """The distance relative to the change from the initial values."""
     way = (whole - vector(new_model())).norm()
     if not way.isfinite():
         return "whole training is not finite"
@@ -201,7 +201,7 @@ def distance(got: Tensor, whole: Tensor) -> float | str:
 
 
 def off_of(case: Case) -> str:
-    """The oracle's answer."""
+    """Compare cut with full training; return the difference, or the error."""
     try:
         off = distance(train_cut(case), train_whole(case))
     except Exception as error:
@@ -210,12 +210,12 @@ def off_of(case: Case) -> str:
 
 
 def plain(text: str) -> str:
-    """As it fits into a table."""
+    """Escape text for a table cell."""
     return " ".join(text.split())[:80].replace("|", "/")
 
 
 def verdict_of(case: Case) -> str:
-    """Ours."""
+    """The library's verdict."""
     try:
         optimizer = case.build(over(new_model()))
     except Exception as error:
@@ -230,7 +230,7 @@ def verdict_of(case: Case) -> str:
 
 
 def asked(function: Callable[[Case], str], case: Case) -> tuple[BaseProcess, Connection]:
-    """A process of its own, that sends what ``function`` says."""
+    """Start a process that sends the result of ``function``."""
     context = mp.get_context("fork")
     here, there = context.Pipe(duplex=False)
     process = context.Process(target=lambda: there.send(function(case)))
@@ -240,7 +240,7 @@ def asked(function: Callable[[Case], str], case: Case) -> tuple[BaseProcess, Con
 
 
 def answer(process: BaseProcess, here: Connection) -> str | None:
-    """What it sends; None: nothing within the limit, or it died."""
+    """The result; None: nothing arrived within the limit, or the process died."""
     try:
         return typing.cast("str", here.recv()) if here.poll(LIMIT_S) else None
     except EOFError:
@@ -251,7 +251,7 @@ def answer(process: BaseProcess, here: Connection) -> str | None:
 
 
 def tried(case: Case, *, on_ranks: bool) -> Row:
-    """The verdict, and what it is worth."""
+    """Compare the verdict with the measured result."""
     late = f"no answer within {LIMIT_S} s"
     off, refusal = (answer(*each) for each in [asked(off_of, case), asked(verdict_of, case)])
     print(case.library, case.name, off, refusal, flush=True)
@@ -274,7 +274,7 @@ def tried(case: Case, *, on_ranks: bool) -> Row:
 
 
 def train_on_ranks(_: int, library: str, name: str, stage: int) -> None:
-    """ZeroOptimizer itself against the oracle, on one of the processes."""
+    """Compare ZeroOptimizer itself with the oracle, on one of the processes."""
     warnings.simplefilter("ignore")
     torch.compiler.set_stance("force_eager")
     case = next(case for case in cases() if (case.library, case.name) == (library, name))
@@ -294,7 +294,7 @@ def train_on_ranks(_: int, library: str, name: str, stage: int) -> None:
 
 
 def built(cls: type[Optimizer]) -> Callable[[list[dict[str, Any]]], Optimizer]:
-    """Its constructor with defaults, and what it needs besides."""
+    """The constructor with defaults and the arguments it needs."""
     needed: dict[str, Any] = NEEDED.get(cls.__name__, {})
     if "Muon" in cls.__name__ or cls.__name__ == "AdaGO":  # theirs want to be told which are matrices
         return lambda groups: cls([{**g, "use_muon": g["weight_decay"] > 0} for g in groups], **needed)
@@ -302,7 +302,7 @@ def built(cls: type[Optimizer]) -> Callable[[list[dict[str, Any]]], Optimizer]:
 
 
 def wrapping(cls: type[Optimizer]) -> Callable[[list[dict[str, Any]]], Optimizer]:
-    """Its constructor over SGD."""
+    """The constructor of a wrapper, over SGD."""
     return lambda groups: cls(torch.optim.SGD(groups, lr=1e-2, momentum=0.9))
 
 
@@ -314,7 +314,7 @@ def of_torch() -> Iterator[Case]:
 
 
 def of_timm() -> Iterator[Case]:
-    """Every name of its factory but those of other libraries, and its wrapper. It is loaded without its models."""
+    """Every name of timm's factory except other libraries', and its wrapper; imported without timm's models."""
     spec = importlib.util.find_spec("timm")
     if spec is None:
         return
@@ -331,7 +331,7 @@ def of_timm() -> Iterator[Case]:
 
 
 def of_pytorch_optimizer() -> Iterator[Case]:
-    """Everything public that is an optimizer, and not torch's; wrappers over SGD."""
+    """Every public optimizer of pytorch_optimizer that is not torch's; wrappers over SGD."""
     if importlib.util.find_spec("pytorch_optimizer") is None:
         return
     library = importlib.import_module("pytorch_optimizer")
@@ -363,12 +363,12 @@ def of_module(library: str) -> Iterator[Case]:
 
 
 def raised(error: Exception) -> Optimizer:
-    """Nothing else."""
+    """Raise ``error`` when the case is constructed."""
     raise error
 
 
 def cases() -> Iterator[Case]:
-    """All of them."""
+    """Yield the cases of all libraries."""
     yield from of_torch()
     yield from of_timm()
     yield from of_pytorch_optimizer()
@@ -377,7 +377,7 @@ def cases() -> Iterator[Case]:
 
 
 def versions(libraries: Iterable[str]) -> dict[str, str]:
-    """Of libraries, with their names."""
+    """The versions of the libraries, by name."""
     found = {}
     for library in dict.fromkeys(libraries):
         try:
@@ -400,7 +400,7 @@ def summary(rows: list[Row]) -> str:
 
 
 def page(rows: list[Row]) -> str:
-    """Every optimizer, and the counts."""
+    """The page: every optimizer, and the counts."""
     accepted = [row for row in rows if row.verdict == ACCEPTED]
     refused = [row for row in rows if row.verdict.startswith("refused")]
     needless = ", ".join(f"{row.library} {row.name}" for row in refused if row.is_equal) or "none"
@@ -422,14 +422,14 @@ def page(rows: list[Row]) -> str:
 
 
 def write(rows: list[Row]) -> None:
-    """The page, and the table in the documentation."""
+    """Write the page and the table in the documentation."""
     RESULTS.write_text(page(rows))
     text = f"{summary(rows)}\n"
     DOCUMENT.write_text(MARKED.sub(lambda _: text, DOCUMENT.read_text()))
 
 
 def written(every: list[Case]) -> dict[tuple[str, str], Row]:
-    """The rows of the page, of libraries whose version is the one installed."""
+    """Read the page's rows of libraries whose installed version is unchanged."""
     text = RESULTS.read_text() if RESULTS.exists() else ""
     found = re.search(r"with (.*?)\. `off`", text)
     same = found.group(1).split(", ") if found else []
@@ -440,7 +440,7 @@ def written(every: list[Case]) -> dict[tuple[str, str], Row]:
 
 
 def main() -> int:
-    """Exit code 1 if an accepted one is wrong."""
+    """Return 1 if an accepted optimizer is wrong."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", action="store_true", help="also train with ZeroOptimizer, on two processes")
     parser.add_argument("--show", action="store_true", help="print texts, write nothing")

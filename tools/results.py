@@ -43,23 +43,23 @@ CONFIGURATIONS = {
     "delta-hpz-x4": "the batch in four parts",
 }
 STUDENT_T = {3: 4.303}
-"""Two-sided, 95 %, by the number of seeds."""
+"""The two-sided 95 % quantile, by the number of seeds."""
 
 
 def _compared(file: str, key: str, accumulation: int, columns: Sequence[str]) -> str:
-    """One table of a comparison, without the ranks that train alone; after a line that says what ratios are to."""
+    """One table of a comparison, without ranks that train alone, after a line that names the bases of the ratios."""
     store = Store(RESULTS / f"{file}.json")
     runs = {name: store.run(name) for name in store.values["runs"]}
     rows = of_accumulation(rows_of(key, runs, store.values["memory"]))[accumulation]
     rows = [row for row in rows if not row["system"].startswith("alone")]
     for row in rows:
         row["system"] = f"`{row['system']}`"
-    said = f"{bases(runs[key], accumulation)} ([{file}.md]({LINK}{file}.md))"
-    return "\n".join([said, "", *table(rows, columns)])
+    introduction = f"{bases(runs[key], accumulation)} ([{file}.md]({LINK}{file}.md))"
+    return "\n".join([introduction, "", *table(rows, columns)])
 
 
 def _losses() -> str:
-    """Held-out losses with their spread; a difference counts if it is not explained by it."""
+    """Held-out losses with their spread; a difference counts if the spread does not explain it."""
     lines = (RESULTS / LOSSES).read_text().splitlines()
     found = {cells[0]: cells for line in lines if (cells := [cell.strip() for cell in line.strip("| ").split(" | ")])}
     body = []
@@ -82,7 +82,7 @@ TABLES: dict[str, Callable[[], str]] = {
 
 
 def with_tables(text: str, to_root: str = "") -> str:
-    """``text`` with every marked table made anew; ``to_root``: from its page to the root, for links."""
+    """Regenerate every marked table of ``text``; ``to_root``: from its page to the root, for links."""
 
     def table_of(found: re.Match[str]) -> str:
         return f"{found[1]}{found[2]}{TABLES[found[1]]().replace(f']({LINK}', f']({to_root}{LINK}')}\n"
@@ -97,14 +97,14 @@ def page(store: Store) -> str:
 
 
 def expected() -> dict[Path, str]:
-    """What every generated file should hold."""
+    """The expected text of every generated file."""
     documents = {path: with_tables(path.read_text(), "../" * (len(path.relative_to(ROOT).parts) - 1)) for path in PAGES}
     pages = {path.with_suffix(".md"): page(Store(path)) for path in sorted(RESULTS.glob("compare*.json"))}
     return documents | pages
 
 
 def main() -> int:
-    """Write what has changed, or only say so."""
+    """Write the files that have changed, or only print their names."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing")
     is_check, status = parser.parse_args().check, 0

@@ -1,4 +1,4 @@
-"""Build a source distribution and a manylinux wheel, and prove them: ``python tools/wheel.py``.
+"""Build a source distribution and a manylinux wheel, and test them: ``python tools/wheel.py``.
 
     sources --build--> sdist --build, from its unpacked copy without git--> wheel --auditwheel repair--> manylinux wheel
     --pip install--> an empty environment; there, with nothing but its own folder on the PATH:
@@ -32,7 +32,7 @@ SHOWN = ("versions:", "available:", "kernels:")
 
 
 def run(*words: object, **variables: str) -> str:
-    """Run a command in an empty folder; returns what it printed. Ends the program if it fails."""
+    """Run a command in an empty folder and return its output. Exits the program if the command fails."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | variables
     with tempfile.TemporaryDirectory() as folder:
         done = subprocess.run(
@@ -44,7 +44,7 @@ def run(*words: object, **variables: str) -> str:
 
 
 def build(folder: Path, output: Path, cuda: str) -> Path:
-    """Build both, and bring the wheel's tag in line with what the extension needs; returns the wheel's path."""
+    """Build both, correct the wheel's tag to what the extension needs, and return the wheel's path."""
     if cuda == "ON" and shutil.which("nvcc") is None and "CUDACXX" not in os.environ:
         sys.exit("there is no nvcc on the PATH: install CUDA's compiler, or build without CUDA kernels by --cuda OFF")
     pinned = str(ROOT / "constraints.txt")
@@ -65,7 +65,7 @@ def build(folder: Path, output: Path, cuda: str) -> Path:
 
 
 class Empty:
-    """An environment of its own, in which no compiler can be reached."""
+    """A new environment in which no compiler can be found."""
 
     def __init__(self, folder: Path) -> None:
         run(sys.executable, "-m", "venv", folder)
@@ -73,22 +73,22 @@ class Empty:
         self.hidden = {"PATH": str(self.programs), "CC": "", "CXX": "", "OMP_NUM_THREADS": "1"}
 
     def install(self, what: str) -> None:
-        """From the registry, with the versions of constraints.txt."""
+        """Install from the package index, with the versions of constraints.txt."""
         run(self.programs / "pip", "install", "--quiet", "-c", ROOT / "constraints.txt", what)
         sections = re.split(r"^(?=\S)", run(self.programs / "zcomm", "env", **self.hidden), flags=re.MULTILINE)
         print(f"$ pip install '{what}' && zcomm env")
         print("".join(section for section in sections if section.startswith(SHOWN)), flush=True)
 
     def check(self, **variables: str) -> str:
-        """Run the check on two ranks; returns the digest of what the collective gave."""
+        """Run the check on two ranks; return the digest of the collective's result."""
         ranks = [self.programs / "python", "-W", "ignore", "-m", "torch.distributed.run", "--nproc-per-node", 2]
-        told = run(*ranks, CHECK, **self.hidden, **variables).strip()
-        print(" ".join(f"{name}={value}" for name, value in variables.items()), told, "", sep="\n", flush=True)
-        return re.findall(r"digest (\w+)", told)[0]
+        printed = run(*ranks, CHECK, **self.hidden, **variables).strip()
+        print(" ".join(f"{name}={value}" for name, value in variables.items()), printed, "", sep="\n", flush=True)
+        return re.findall(r"digest (\w+)", printed)[0]
 
 
 def prove(wheel: Path, folder: Path, extras: str) -> None:
-    """Install ``wheel`` in an environment of its own and run the check there, without a compiler in reach."""
+    """Install ``wheel`` in a new environment without a compiler and run the check there."""
     empty = Empty(folder / "empty")
     empty.install(str(wheel))
     digest = empty.check()
@@ -99,7 +99,7 @@ def prove(wheel: Path, folder: Path, extras: str) -> None:
 
 
 def main() -> int:
-    """Build and prove."""
+    """Build, then test."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=ROOT / "dist", metavar="FOLDER", help="default: dist")
     parser.add_argument("--wheel", type=Path, metavar="FILE", help="prove this one instead of building")

@@ -1,4 +1,4 @@
-"""What an installed wheel must do on two ranks, without a compiler: run by ``tools/wheel.py``.
+"""Checks an installed wheel on two ranks, without a compiler: run by ``tools/wheel.py``.
 
 With ZCOMM_KERNELS=triton the collective alone: Triton's interpreter is slow.
 """
@@ -22,13 +22,13 @@ from zcomm._transport.backend_choice import nccl_unavailable_reason
 
 
 def tell(text: str) -> None:
-    """On the first rank."""
+    """Print on the first rank."""
     if dist.get_rank() == 0:
         print(text, flush=True)
 
 
 def check_install() -> None:
-    """It is the installed package, native, and no compiler is in reach."""
+    """Check that the package is the installed one, its module is native, and no compiler is found."""
     found = [name for name in ("gcc", "g++", "cc", "c++", "clang", "cmake", "nvcc") if shutil.which(name)]
     assert not found, f"compilers in reach: {found}"
     assert "site-packages" in Path(zcomm.__file__).parts, zcomm.__file__
@@ -38,7 +38,7 @@ def check_install() -> None:
 
 
 def check_gather() -> None:
-    """Both ranks have the same bits, near what was sent."""
+    """Check that both ranks get the same bits, close to what was sent."""
     topology = zcomm.Topology(ranks_per_node=1)
     full = torch.empty(2 * 4096)
     shards = torch.randn(2, 4096, generator=torch.Generator().manual_seed(0))
@@ -47,14 +47,14 @@ def check_gather() -> None:
     assert 0 < error < 0.01, error
     topology.close()
     digest = hashlib.blake2b(full.numpy().tobytes(), digest_size=8).hexdigest()
-    told: list[str] = [""] * 2
-    dist.all_gather_object(told, digest)
-    assert len(set(told)) == 1, told
+    digests: list[str] = [""] * 2
+    dist.all_gather_object(digests, digest)
+    assert len(set(digests)) == 1, digests
     tell(f"int8 all-gather on 2 ranks: relative error {error:.4f}, digest {digest}")
 
 
 def check_training() -> None:
-    """The loss goes down."""
+    """Check that the loss decreases."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)).to(torch.bfloat16)
     optimizer = zero.ZeroOptimizer(
@@ -74,7 +74,7 @@ def check_training() -> None:
 
 
 def main() -> int:
-    """Check, and say on the first rank what was checked."""
+    """Run all checks and print a summary on the first rank."""
     dist.init_process_group("gloo")
     check_install()
     check_gather()

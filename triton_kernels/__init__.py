@@ -9,7 +9,16 @@ import importlib.util
 import os
 from functools import cache
 
-__all__ = ["unavailable_reason"]
+__all__ = ["KINDS", "unavailable_reason"]
+
+KINDS = {
+    **dict.fromkeys(("f32", "bf16", "fp16"), "cast"),
+    **dict.fromkeys(("int8", "int4"), "symmetric"),
+    **dict.fromkeys(("int8_asym", "int4_asym"), "asymmetric"),
+    "nf4": "nf4",
+    "fp8_e4m3": "fp8",
+}
+"""The codecs that the kernels have, and the branch of codecs.py that serves each."""
 
 
 @cache

@@ -3,10 +3,10 @@
 One file per kernel, constants, dtypes, GPU, Triton version and kernel source, named by a hash of all these, in
 ``$TRITON_CACHE_DIR/zcomm_tuned``, or ``zcomm/tuned`` in the user's cache folder. Invariants:
 
-    T1  A file is replaced atomically: of processes that write at the same time one result remains.
-    T2  A file that is damaged, describes another launch, or names no candidate counts as missing: the launch is
+    J1  A file is replaced atomically: of processes that write at the same time one result remains.
+    J2  A file that is damaged, describes another launch, or names no candidate counts as missing: the launch is
         measured again, and the file overwritten.
-    T3  A folder that cannot be written costs time, but is not an error.
+    J3  A folder that cannot be written costs time, but is not an error.
 
 Triton's own ``autotune(cache_results=True)`` (3.6, 3.7) does not distinguish GPUs of one architecture, and raises on a
 damaged file.
@@ -72,7 +72,7 @@ def _path(description: str) -> Path:
 
 def _replace(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Written aside and renamed: another process would read a half-written file (T1). Not synced: a lost file is only
+    # Written aside and renamed: another process would read a half-written file (J1). Not synced: a lost file is only
     # measured again.
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=".new-")
     try:

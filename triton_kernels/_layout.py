@@ -8,6 +8,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from . import KINDS
+
 __all__ = ["DrawLike", "Encoding", "Layout", "encoding_of", "random_of", "signed", "typed"]
 
 
@@ -20,6 +22,8 @@ class CodecLike(Protocol):
     def bits(self) -> int: ...
     @property
     def dtype(self) -> torch.dtype | None: ...
+    @property
+    def qmax(self) -> int: ...
     @property
     def header_nbytes(self) -> int: ...
 
@@ -76,15 +80,6 @@ class Encoding(NamedTuple):
     """num_segments, segment_numel, pitch, segment_nbytes, codes_offset, layout_hash."""
 
 
-KINDS = {
-    "int8": ("symmetric", 127),
-    "int4": ("symmetric", 7),
-    "nf4": ("nf4", 8),
-    "fp8_e4m3": ("fp8", 448),
-    "int8_asym": ("asymmetric", 255),
-    "int4_asym": ("asymmetric", 15),
-}
-"""Block codec -> its kind, and the divisor of a block's absmax, or range."""
 CAST_BLOCK = 1024
 """Cast codecs: the width of a row of a tile."""
 
@@ -92,13 +87,13 @@ CAST_BLOCK = 1024
 @lru_cache(maxsize=4096)
 def encoding_of(layout: Layout) -> Encoding:
     """The layout as kernel arguments, cached."""
-    kind, qmax = KINDS.get(layout.codec.name, ("cast", 0))
+    kind = KINDS[layout.codec.name]
     pitch = layout.nbytes if layout.codec.dtype is None else layout.num_segments * layout.segment_numel
     shape = (
         layout.num_segments, layout.segment_numel, pitch, layout.segment_nbytes, layout.codes_offset,
         signed(layout.hash),
     )  # fmt: skip
-    return Encoding(kind, qmax, layout.block or CAST_BLOCK, shape)
+    return Encoding(kind, layout.codec.qmax, layout.block or CAST_BLOCK, shape)
 
 
 def signed(word: int) -> int:

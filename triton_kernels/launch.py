@@ -90,7 +90,7 @@ def _is_paired(
     x: Tensor, layout: Layout, strides: tuple[int, int], held: Tensor | None, residual: ResidualArguments | None
 ) -> bool:
     """Whether two elements can be loaded as one word, and their two codes stored as one byte, which is faster."""
-    is_plain = held is None and residual is None and not layout.is_rotated and not layout.codec.name.endswith("_asym")
+    is_plain = held is None and residual is None and not layout.is_rotated and encoding_of(layout).kind != "asymmetric"
     return (
         is_plain and layout.codec.bits == 4 and x.element_size() == 2 and x.data_ptr() % 4 == 0
         and not any(number % 2 for number in (layout.segment_numel, layout.block, *strides))

@@ -1,6 +1,6 @@
 """Native CPU kernels of the wire formats (C++). The contracts stand in ``cpp/include/zcomm/*.h``.
 
-Codec ids: the numbers of ``CODECS`` in _formats/formats.py, but for float64. ``is_rotated``: whole blocks are rotated.
+Codec ids: the numbers of ``CODECS`` in _formats/formats.py. ``is_rotated``: whole blocks are rotated.
 ``draw``: seed, tensor, step, hop, rank, first of a ``Draw`` (_formats/philox.py), for stochastic rounding.
 dtype ids: 0 float32, 1 bfloat16, 2 float16. Addresses (``*_ptr``) are ints. Strides of arrays count elements, strides
 of messages bytes. The calls release the GIL, may run at the same time, and raise ValueError on bad arguments and on a
@@ -11,6 +11,8 @@ from typing import TypedDict
 
 Draw = tuple[int, int, int, int, int, int]
 
+CODECS: dict[str, int]
+"""Names and ids of the codecs that the kernels have."""
 FILE_ALIGNMENT: int
 
 def checked_file_nbytes(nbytes: int) -> int:

@@ -30,6 +30,7 @@ from zcomm._transport.collective_log import call_here
 from zcomm._transport.debug import compare_calls
 from zcomm._transport.store_exchange import exchange_texts
 from zcomm._transport.tagged import FIRST_RANK_EXCHANGES, tags_of
+from zcomm._transport.tagged_group import ranks_of
 from zcomm._transport.topology import Topology, hop_of_group
 from zcomm._transport.traffic import record
 from zcomm.errors import TopologyError
@@ -212,7 +213,8 @@ def _uses_store(hop: Hop) -> bool:
 
 
 def _texts_by_store(text: str, hop: Hop) -> list[str]:
-    ranks = dist.get_process_group_ranks(hop.group)
+    assert hop.group is not None, "a rank alone exchanges nothing"
+    ranks = ranks_of(hop.group)
     return exchange_texts(ranks, text, lane="control", timeout=backend.timeout_of(hop.group))
 
 

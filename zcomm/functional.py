@@ -1,16 +1,31 @@
-"""Functional collectives for ``torch.compile``: registered operators without graph breaks.
+"""Functional collectives: differentiable, and for ``torch.compile`` registered operators without graph breaks.
 
     full = zcomm.functional.all_gather_single(shard, topology, format="int8")
 
-Each function returns a new tensor, mutates nothing, and gives the bits of the collective of the same name. It is not
-differentiable: pass ``tensor.detach()``. A compiled function holds the name of its group, not the group itself: keep a
-Topology alive as long as the functions that were traced with it. A :class:`zcomm.RandomKey` may be created inside the
-compiled function; its numbers are arguments of the operator, so a new step does not recompile it.
+Each function returns a new tensor, mutates nothing, and gives the bits of the collective of the same name. A compiled
+function holds the name of its group, not the group itself: keep a Topology alive as long as the functions that were
+traced with it. A :class:`zcomm.RandomKey` may be created inside the compiled function; its numbers are arguments of the
+operator, so a new step does not recompile it.
+
+Backward makes the transposed exchange. The loss is the sum of all ranks' losses, as in torch.distributed:
+
+    all_gather                       reduce_scatter, sum
+    reduce_scatter, sum or avg       all_gather, of the gradient or of gradient / world_size
+    all_reduce, sum or avg           all_reduce, sum or avg
+    all_to_all                       all_to_all, with the split sizes swapped
+
+``grad_format`` is the format of that exchange, as its collective takes it; None: ``"none"``. It must not round
+stochastically, since backward has no random key. Gradients are those of the exact collective: rounding by ``format``
+counts as the identity (a straight-through estimator). A second backward works, in ``"none"``. Under ``no_grad()`` the
+result requires no gradient, and ``grad_format`` is refused, since it would have no effect.
+
+Every rank must use the result in its loss, and in the same order relative to other results: a rank whose backward makes
+no exchange, or another one first, leaves the others waiting.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,101 +39,151 @@ from zcomm._collectives.all_to_all import all_to_all_single as exchange_into
 from zcomm._collectives.auto_format import AUTO
 from zcomm._collectives.encoder import check_random
 from zcomm._collectives.reduce_scatter import reduce_scatter_single as reduce_into
-from zcomm._formats.formats import codec_for
+from zcomm._collectives.uneven_all_to_all import check_split_sizes
+from zcomm._formats.formats import get_format
 from zcomm._formats.philox import RandomKey
 from zcomm._transport import backend
-from zcomm._transport.route import Group, WireFormat, check_arguments, check_numbering, divisor_of, find_route
+from zcomm._transport.route import (
+    Group,
+    GroupOrMesh,
+    WireFormat,
+    as_group,
+    check_arguments,
+    check_numbering,
+    divisor_of,
+    find_route,
+)
 from zcomm._transport.topology import Numbering, Topology
-from zcomm.errors import FormatError, LayoutError
+from zcomm.errors import ConfigError, FormatError, LayoutError
 
 __all__ = ["all_gather_single", "all_reduce", "all_to_all_single", "reduce_scatter_single"]
 
-SEPARATOR = "|"
+SEPARATOR, BACKWARD = "|", ">"
+"""In an operator's text: between the formats of a pair, and before the format of backward."""
 
 
 def all_gather_single(
     input: Tensor,
-    group: Group = None,
+    group: GroupOrMesh = None,
     *,
     format: WireFormat = "none",
+    grad_format: WireFormat | None = None,
     numbering: Numbering = "rank",
     random: RandomKey | None = None,
 ) -> Tensor:
-    """Every rank's ``input`` [n] as one tensor [world_size * n] of the same dtype; see
+    """Every rank's ``input`` [n, ...] as one tensor [world_size * n, ...] of the same dtype; see
     :func:`zcomm.all_gather_single`."""
-    input = _checked_input(input, group, format, numbering=numbering)
+    _check_input(input, group, format, grad_format, numbering=numbering)
     key, world_size = _group_key(group)
-    full: Tensor = _gather(input, key, world_size, _format_text(format), numbering, _key_words(random))
+    formats = _format_text(format, grad_format)
+    full: Tensor = _gather(input, key, world_size, formats, numbering, _key_words(random))
     return full
 
 
 def reduce_scatter_single(
     input: Tensor,
     op: str = "sum",
-    group: Group = None,
+    group: GroupOrMesh = None,
     *,
     format: WireFormat = "none",
+    grad_format: WireFormat | None = None,
     numbering: Numbering = "rank",
     dtype: torch.dtype | None = None,
     random: RandomKey | None = None,
 ) -> Tensor:
-    """This rank's shard [n] of the sum or mean of ``input`` [world_size * n], in ``dtype`` (default: its own); see
-    :func:`zcomm.reduce_scatter_single`."""
-    input = _checked_input(input, group, format, op=op, numbering=numbering, dtype=dtype)
+    """This rank's shard [n, ...] of the sum or mean of ``input`` [world_size * n, ...], in ``dtype`` (default: its
+    own); see :func:`zcomm.reduce_scatter_single`."""
+    _check_input(input, group, format, grad_format, op=op, numbering=numbering, dtype=dtype)
     key, world_size = _group_key(group)
-    dtype = dtype or input.dtype
-    shard: Tensor = _reduce(
-        input, _op_name(op), key, world_size, _format_text(format), numbering, dtype, _key_words(random)
-    )
+    dtype, formats = dtype or input.dtype, _format_text(format, grad_format)
+    shard: Tensor = _reduce(input, _op_name(op), key, world_size, formats, numbering, dtype, _key_words(random))
     return shard
 
 
 def all_reduce(
     input: Tensor,
     op: str = "sum",
-    group: Group = None,
+    group: GroupOrMesh = None,
     *,
     format: WireFormat = "none",
+    grad_format: WireFormat | None = None,
     random: RandomKey | None = None,
 ) -> Tensor:
-    """The sum or mean of ``input`` [n] over all ranks; see :func:`zcomm.all_reduce`."""
-    input = _checked_input(input, group, format, op=op)
-    total: Tensor = _all_reduce(input, _op_name(op), _group_key(group)[0], _format_text(format), _key_words(random))
+    """The sum or mean of ``input``, of any shape, over all ranks; see :func:`zcomm.all_reduce`."""
+    _check_input(input, group, format, grad_format, op=op)
+    formats = _format_text(format, grad_format)
+    total: Tensor = _all_reduce(input, _op_name(op), _group_key(group)[0], formats, _key_words(random))
     return total
 
 
 def all_to_all_single(
-    input: Tensor, group: Group = None, *, format: WireFormat = "none", random: RandomKey | None = None
+    input: Tensor,
+    group: GroupOrMesh = None,
+    *,
+    output_split_sizes: Sequence[int] | None = None,
+    input_split_sizes: Sequence[int] | None = None,
+    format: WireFormat = "none",
+    grad_format: WireFormat | None = None,
+    random: RandomKey | None = None,
 ) -> Tensor:
-    """Row j [n] of the result is what rank j had for this rank in ``input`` [world_size * n]; see
-    :func:`zcomm.all_to_all_single`."""
-    input = _checked_input(input, group, format)
-    parts: Tensor = _all_to_all(input, _group_key(group)[0], _format_text(format), _key_words(random))
+    """Part j [n, ...] of the result is what rank j had for this rank in ``input`` [world_size * n, ...]; see
+    :func:`zcomm.all_to_all_single`. With split sizes, both or none of them, parts may have different numbers of rows.
+    """
+    _check_input(input, group, format, grad_format)
+    key, world_size = _group_key(group)
+    splits = output_split_sizes, input_split_sizes
+    if output_split_sizes is not None or input_split_sizes is not None:
+        _check_splits(input, group, world_size, splits, format=format, random=random)
+    parts: Tensor = _all_to_all(input, key, _format_text(format, grad_format), _key_words(random), *splits)
     return parts
 
 
-def _checked_input(
+def _check_input(
     tensor: Tensor,
-    group: Group,
+    group: GroupOrMesh,
     format: WireFormat,
+    grad_format: WireFormat | None,
     *,
     op: Any = "sum",
     numbering: Numbering = "rank",
     dtype: Any = None,
-) -> Tensor:
-    """Check what an operator cannot, since it only receives text and plain tensors; return ``tensor`` detached."""
+) -> None:
+    """Check what an operator cannot, since it only receives text and plain tensors."""
+    if grad_format is not None and not torch.is_grad_enabled():
+        raise ConfigError(
+            f"grad_format has no effect while no gradients are recorded, as under no_grad(): grad_format="
+            f"{grad_format!r}; leave it out there"
+        )
+    group = as_group(group)
     if torch.compiler.is_compiling():
-        if tensor.requires_grad and torch.is_grad_enabled():
-            raise LayoutError("input must be without requires_grad (collectives are not differentiated): use .detach()")
-        return tensor.detach()
+        return
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise LayoutError(f"dtype must be a torch.dtype: dtype={dtype!r}")
     divisor_of(op, 1)
-    if isinstance(tensor, FakeTensor) or (isinstance(tensor, Tensor) and tensor.device.type == "meta"):
-        check_arguments(group, format, numbering=numbering)
-        return tensor  # it has no memory: the operator's fake implementation takes it
-    (tensor,) = check_arguments(group, format, numbering=numbering, input=tensor)
-    return tensor
+    tensors: dict[str, object] = {"input": tensor.detach() if isinstance(tensor, Tensor) else tensor}
+    if isinstance(tensor, Tensor) and not _has_memory(tensor):
+        tensors = {}  # the operator's fake implementation takes it
+    check_arguments(group, format, "none" if grad_format is None else grad_format, numbering=numbering, **tensors)
+
+
+def _check_splits(input: Tensor, group: GroupOrMesh, world_size: int, splits: tuple[Any, Any], **options: Any) -> None:
+    """Raise LayoutError, on every rank if there is memory, unless ``splits`` of output and input are what they must be.
+
+    Whether they fit is checked by the operator.
+    """
+    output_sizes, input_sizes = splits
+    if output_sizes is None or input_sizes is None:
+        raise LayoutError("pass both output_split_sizes and input_split_sizes, or neither")
+    if torch.compiler.is_compiling():
+        return
+    try:
+        check_split_sizes("input", input_sizes, world_size)
+        check_split_sizes("output", output_sizes, world_size)
+    except LayoutError:
+        if _has_memory(input):  # the call itself reports it to the other ranks
+            sizes = {"output_split_sizes": output_sizes, "input_split_sizes": input_sizes}
+            exchange_into(torch.empty_like(input), input.detach().contiguous(), group, **sizes, **options)
+        raise
 
 
 def _check_call(
@@ -136,24 +201,33 @@ def _check_call(
 
     A size that is known only at run time is checked by the operator.
     """
-    group, wire = _group_of(key), _format_of(format)
+    group, (wire, grad_wire) = _group_of(key), _formats_of(format)
     check_numbering(numbering)
     route = find_route("functional", group, "none" if wire == AUTO else wire, first="intra")
+    _check_grad_format(grad_wire, group)
     divisor_of(op, route.world_size)
-    if input.ndim != 1:
-        raise LayoutError(f"input must be flat, got shape={tuple(input.shape)}")
     for name, one in (("input", input.dtype), ("the result", dtype or input.dtype)):
         if not one.is_floating_point:
             raise LayoutError(f"{name} must be real floating point, got dtype={one}")
-    for _, hop_format in route.hops:
-        codec_for(hop_format, input.dtype)
+    route.check_dtype(input.dtype)
     is_traced = random is not None and any(isinstance(word, torch.SymInt) for word in random)
     check_random(RandomKey(0, 0, 0) if is_traced else _key_of(random), "none" if wire == AUTO else wire)
-    numel = input.numel()
-    is_known = not isinstance(numel, torch.SymInt) or numel.node.has_hint()
-    if divides and is_known and numel % route.world_size:
-        raise LayoutError(f"input must divide over the ranks: numel={numel}, world_size={route.world_size}")
+    rows = input.shape[0] if input.ndim else 1
+    is_known = not isinstance(rows, torch.SymInt) or rows.node.has_hint()
+    if divides and is_known and rows % route.world_size:
+        raise LayoutError(
+            f"input must divide over the ranks: shape={tuple(input.shape)}, world_size={route.world_size}"
+        )
     return route.world_size
+
+
+def _check_grad_format(wire: str | tuple[str, str], group: Group) -> None:
+    """Raise FormatError in forward: in backward it would be too late."""
+    if wire == AUTO:
+        return
+    find_route("functional", group, wire, first="intra")
+    if any(get_format(part).is_random for part in (wire if isinstance(wire, tuple) else (wire,))):
+        raise FormatError(f"grad_format must not round stochastically, backward has no random key: grad_format={wire}")
 
 
 def _op_name(op: Any) -> str:
@@ -161,8 +235,9 @@ def _op_name(op: Any) -> str:
     return op if isinstance(op, str) else "avg" if divisor_of(op, 2) == 2 else "sum"
 
 
-def _group_key(group: Group) -> tuple[str, int]:
+def _group_key(group: GroupOrMesh) -> tuple[str, int]:
     """The name of a group, and its number of ranks. The default group's name is empty."""
+    group = as_group(group)
     if isinstance(group, Topology):
         return group.key, group.world_size
     if group is None:
@@ -177,14 +252,25 @@ def _group_of(key: str) -> Any:
     return backend.group_named(name) if kind == "group" else Topology.of_key(key)
 
 
-def _format_text(format: WireFormat) -> str:
-    """A format, or both formats of a pair, as text for the operator's schema."""
-    return SEPARATOR.join(str(part) for part in (format if isinstance(format, tuple) else (format,)))
+def _shape(input: Tensor, numerator: int, denominator: int) -> list[int]:
+    """The shape of ``input`` with ``numerator / denominator`` times as many rows."""
+    rows = input.shape[0] if input.ndim else 1
+    return [rows * numerator // denominator, *input.shape[1:]]
 
 
-def _format_of(text: str) -> str | tuple[str, str]:
-    first, separator, second = text.partition(SEPARATOR)
-    return (first, second) if separator else first
+def _format_text(format: WireFormat, grad_format: WireFormat | None = None) -> str:
+    """A format, or both formats of a pair, and those of backward, as text for the operator's schema."""
+    text = SEPARATOR.join(str(part) for part in (format if isinstance(format, tuple) else (format,)))
+    return text if grad_format is None else f"{text}{BACKWARD}{_format_text(grad_format)}"
+
+
+def _formats_of(text: str) -> list[str | tuple[str, str]]:
+    """The format of the call, and that of its backward."""
+    wires: list[str | tuple[str, str]] = []
+    for part in (text if BACKWARD in text else f"{text}{BACKWARD}none").split(BACKWARD):
+        first, separator, second = part.partition(SEPARATOR)
+        wires.append((first, second) if separator else first)
+    return wires
 
 
 def _key_words(random: RandomKey | None) -> list[int] | None:
@@ -198,33 +284,24 @@ def _key_of(words: Sequence[int] | None) -> RandomKey | None:
     return None if words is None else RandomKey(*words)
 
 
-@torch.library.custom_op("zcomm::all_gather_single", mutates_args=())
-def _gather(
+# The same function is an operator's implementation and its fake one, which only makes the output.
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    return not isinstance(tensor, FakeTensor) and tensor.device.type != "meta"
+
+
+def _new_gathered(
     input: Tensor, key: str, world_size: int, format: str, numbering: str, random: Sequence[int] | None = None
 ) -> Tensor:
     _check_call(input, key, format, numbering=numbering, random=random)
-    output = input.new_empty(world_size * input.numel())
-    gather_into(
-        output,
-        input.contiguous(),
-        _group_of(key),
-        format=_format_of(format),
-        numbering=numbering,  # type: ignore[arg-type]
-        random=_key_of(random),
-    )
+    output = input.new_empty(_shape(input, world_size, 1))
+    if _has_memory(input):
+        gather_into(output, input.contiguous(), _group_of(key), **_options(format, random, numbering))
     return output
 
 
-@_gather.register_fake
-def _(
-    input: Tensor, key: str, world_size: int, format: str, numbering: str, random: Sequence[int] | None = None
-) -> Tensor:
-    _check_call(input, key, format, numbering=numbering, random=random)
-    return input.new_empty(world_size * input.numel())
-
-
-@torch.library.custom_op("zcomm::reduce_scatter_single", mutates_args=())
-def _reduce(
+def _new_reduced(
     input: Tensor,
     op: str,
     key: str,
@@ -235,63 +312,91 @@ def _reduce(
     random: Sequence[int] | None = None,
 ) -> Tensor:
     _check_call(input, key, format, op=op, numbering=numbering, random=random, dtype=dtype, divides=True)
-    output = input.new_empty(input.numel() // world_size, dtype=dtype)
-    reduce_into(
-        output,
-        input.contiguous(),
-        op,
-        group=_group_of(key),
-        format=_format_of(format),
-        numbering=numbering,  # type: ignore[arg-type]
-        random=_key_of(random),
-    )
+    output = input.new_empty(_shape(input, 1, world_size), dtype=dtype)
+    if _has_memory(input):
+        reduce_into(output, input.contiguous(), op, group=_group_of(key), **_options(format, random, numbering))
     return output
 
 
-@_reduce.register_fake
-def _(
-    input: Tensor,
-    op: str,
-    key: str,
-    world_size: int,
-    format: str,
-    numbering: str,
-    dtype: torch.dtype,
-    random: Sequence[int] | None = None,
-) -> Tensor:
-    _check_call(input, key, format, op=op, numbering=numbering, random=random, dtype=dtype, divides=True)
-    return input.new_empty(input.numel() // world_size, dtype=dtype)
-
-
-@torch.library.custom_op("zcomm::all_reduce", mutates_args=())
-def _all_reduce(input: Tensor, op: str, key: str, format: str, random: Sequence[int] | None = None) -> Tensor:
+def _new_total(input: Tensor, op: str, key: str, format: str, random: Sequence[int] | None = None) -> Tensor:
     _check_call(input, key, format, op=op, random=random)
     output = input.clone(memory_format=torch.contiguous_format)
-    all_reduce_into(output, op, _group_of(key), format=_format_of(format), random=_key_of(random))
+    if _has_memory(input):
+        all_reduce_into(output, op, _group_of(key), **_options(format, random))
     return output
 
 
-@_all_reduce.register_fake
-def _(input: Tensor, op: str, key: str, format: str, random: Sequence[int] | None = None) -> Tensor:
-    _check_call(input, key, format, op=op, random=random)
-    return input.new_empty(input.shape)
-
-
-@torch.library.custom_op("zcomm::all_to_all_single", mutates_args=())
-def _all_to_all(input: Tensor, key: str, format: str, random: Sequence[int] | None = None) -> Tensor:
-    _check_call(input, key, format, random=random, divides=True)
-    output = torch.empty_like(input, memory_format=torch.contiguous_format)
-    exchange_into(
-        output,
-        input.contiguous(),
-        group=_group_of(key),
-        format=_format_of(format),
-        random=_key_of(random),
-    )
+def _new_exchanged(
+    input: Tensor,
+    key: str,
+    format: str,
+    random: Sequence[int] | None = None,
+    output_split_sizes: Sequence[int] | None = None,
+    input_split_sizes: Sequence[int] | None = None,
+) -> Tensor:
+    is_even = output_split_sizes is None
+    world_size = _check_call(input, key, format, random=random, divides=is_even)
+    if output_split_sizes is None or input_split_sizes is None:
+        output = torch.empty_like(input, memory_format=torch.contiguous_format)
+    else:
+        output = input.new_empty([sum(output_split_sizes), *input.shape[1:]])
+        if not _has_memory(input) and all(isinstance(n, int) for n in (input.shape[0], *input_split_sizes)):
+            check_split_sizes("input", input_split_sizes, world_size, input.shape[0])
+    if _has_memory(input):
+        options = _options(format, random) | {
+            "output_split_sizes": output_split_sizes,
+            "input_split_sizes": input_split_sizes,
+        }
+        exchange_into(output, input.contiguous(), _group_of(key), **options)
     return output
 
 
-@_all_to_all.register_fake
-def _(input: Tensor, key: str, format: str, random: Sequence[int] | None = None) -> Tensor:
-    _check_call(input, key, format, random=random, divides=True)
-    return input.new_empty(input.shape)
+def _options(format: str, random: Sequence[int] | None, numbering: str | None = None) -> dict[str, Any]:
+    options = {"format": _formats_of(format)[0], "random": _key_of(random)}
+    return options if numbering is None else options | {"numbering": numbering}
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001  (passed by name)
+    ctx.arguments = inputs[1:]
+
+
+def _gradients(ctx: Any, of_input: Tensor) -> tuple[Tensor | None, ...]:
+    return of_input, *[None] * len(ctx.arguments)  # torch converts it to the dtype and shape of the input
+
+
+def _backward_of_gather(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    key, world_size, format, numbering, _ = ctx.arguments
+    return _gradients(ctx, _reduce(grad, "sum", key, world_size, _of_backward(format), numbering, grad.dtype))
+
+
+def _backward_of_reduce(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    op, key, world_size, format, numbering, *_ = ctx.arguments
+    scaled = grad / divisor_of(op, world_size)
+    return _gradients(ctx, _gather(scaled, key, world_size, _of_backward(format), numbering))
+
+
+def _backward_of_total(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    op, key, format, _ = ctx.arguments
+    return _gradients(ctx, _all_reduce(grad, op, key, _of_backward(format)))
+
+
+def _backward_of_exchange(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    key, format, _, output_split_sizes, input_split_sizes = ctx.arguments
+    return _gradients(ctx, _all_to_all(grad, key, _of_backward(format), None, input_split_sizes, output_split_sizes))
+
+
+def _of_backward(format: str) -> str:
+    return _format_text(_formats_of(format)[1])
+
+
+def _operator(name: str, function: Callable[..., Tensor], backward: Callable[..., tuple[Tensor | None, ...]]) -> Any:
+    operator = torch.library.custom_op(f"zcomm::{name}", function, mutates_args=())
+    operator.register_fake(function)
+    operator.register_autograd(backward, setup_context=_remember)
+    return operator
+
+
+_gather = _operator("all_gather_single", _new_gathered, _backward_of_gather)
+_reduce = _operator("reduce_scatter_single", _new_reduced, _backward_of_reduce)
+_all_reduce = _operator("all_reduce", _new_total, _backward_of_total)
+_all_to_all = _operator("all_to_all_single", _new_exchanged, _backward_of_exchange)

@@ -22,7 +22,7 @@ from torch import nn
 from zcomm import ConfigError
 from zero._activations import scope
 from zero._activations.activation_settings import ActivationSettings
-from zero._activations.call import CheckpointedCall
+from zero._activations.checkpointed_call import CheckpointedCall
 from zero._activations.checkpointer import Checkpointer
 from zero._activations.forward_hooks import checkpointer_of, new_checkpointer
 from zero._activations.random_states import MODEL_PARALLEL, TRACKER, RandomStates

@@ -59,7 +59,7 @@ def offload_states(
     runtime.check_not_suspended()
     runtime.finish_update(writes_back=True)
     runtime.hooks.recover()
-    used = [bucket.name for bucket in runtime.buckets if bucket.is_needed]
+    used = [bucket.name for bucket in runtime.buckets if bucket.is_held()]
     if used:
         raise StateError(f"parameters are in use, first those of {used[0]!r}: call offload_states() between steps")
     runtime.gatherer.release_all()
@@ -107,7 +107,8 @@ def _tensors(parts: OptimizerParts, kinds: Collection[str]) -> Iterator[Tensor]:
         if "lp_params" in kinds and bucket.storage.is_in_memory:
             yield from (tensor for tensor in (bucket.shard, bucket.full) if tensor is not None)
     for grads in runtime.reducer.all if "lp_grads" in kinds else ():
-        yield from (tensor for tensor in (grads.result, grads.full, grads.earlier_sum) if tensor is not None)
+        yield from grads.store.tensors if grads.store.is_on_device else ()
+        yield from (tensor for tensor in (grads.rows, grads.full) if tensor is not None)
     for piece in parts.pieces if "optim_states" in kinds else ():
         if piece.bucket.host is None:
             states = parts.inner.state.get(piece.master, {}).values()

@@ -32,6 +32,7 @@ from zero._config.resolved import ResolvedConfig, choose_topology
 from zero._config.settings import Effective
 from zero._model.cast import cast
 from zero._model.leaf_modules import set_configured
+from zero._optim.cpu_optimizer_base import CPUOptimizer
 from zero._optim.host_adam import build_updater
 from zero._optim.loss_scale import LossScale, loss_scale_of, not_scaled
 from zero._optim.masters import OptimizerStates, as_groups, build_pieces
@@ -42,7 +43,7 @@ from zero._ranks.rank_errors import on_every_rank
 from zero._runtime.delta_hpz_state import restore_node_state
 from zero._runtime.memory_report import MemoryReport, measure
 from zero._runtime.optimizer_parts import OptimizerParts, values_of
-from zero._runtime.runtime import Runtime, time_exchanges
+from zero._runtime.runtime import Runtime
 from zero._runtime.shard_state import RanksState, check_fits, load_masters, restore_parameters, shard_state
 from zero._runtime.validate import announce, check_inputs, choose_formats
 from zero._step.clip import clip_grad_norm_, fold_clipping
@@ -137,7 +138,9 @@ class ZeroOptimizer(Optimizer):
                 self._runtime.close()
             raise
         self._runtime.states = OptimizerStates(self._inner, self._pieces)
-        self._gradients = FinalGradients(self._runtime, self._pieces)
+        self._gradients = FinalGradients(
+            self._runtime, self._pieces, rounds_means=isinstance(self._inner, CPUOptimizer)
+        )
         self._update = Update(self._runtime, self._inner, self._pieces, self._gradients)
         # GradScaler looks for infinities in the gradients of all parameters, so it finds those of other ranks here.
         self._inner.param_groups[0]["params"].append(self._gradients.flag)
@@ -181,15 +184,15 @@ class ZeroOptimizer(Optimizer):
     @property
     def is_boundary(self) -> bool:
         """Whether the running or last backward is the boundary of a step: counted, unless it is set."""
-        return self._runtime.is_boundary
+        return self._runtime.reducer.accumulation.is_boundary
 
     @is_boundary.setter
     def is_boundary(self, value: bool) -> None:
-        self._runtime.boundary = value
+        self._runtime.reducer.accumulation.boundary = value
 
     def time_exchanges(self, timed: Callable[[str], AbstractContextManager[None]]) -> None:
         """Run each gather within ``timed("gather")`` and each reduction within ``timed("reduce")``, on the host."""
-        time_exchanges(self._runtime, timed)
+        self._runtime.phases.timer = timed
 
     def memory(self) -> MemoryReport:
         """Allocated bytes of model states on this rank, by kind."""
@@ -200,7 +203,7 @@ class ZeroOptimizer(Optimizer):
 
         At stages 2 and 3 this keeps full gradients: ``memory().unreduced_gradients`` is their size in bytes.
         """
-        return self._runtime.no_sync()
+        return self._runtime.reducer.accumulation.no_sync()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False) -> Tensor:
         """Scale all gradients so that their norm over all ranks, groups and parameters is at most ``max_norm``.
@@ -316,7 +319,7 @@ class ZeroOptimizer(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002, FBT001  (torch's signature)
         """Drop all gradients; ``param.grad`` becomes None, whatever ``set_to_none`` is."""
         self._runtime.hooks.recover()
-        self._runtime.discard_step()
+        self._runtime.reducer.discard_step()
         self._gradients.discard()
         self._is_scaled = self._is_unscaled = False
 
@@ -341,8 +344,7 @@ class ZeroOptimizer(Optimizer):
         """
         check_fits(self._runtime, state_dict["layout"])
         self._runtime.hooks.recover()
-        if self._runtime.delayed is not None:
-            self._runtime.delayed.drop()
+        self._runtime.delayed.drop()
         self._runtime.gatherer.release_all()  # what is gathered, or in flight, has the old values
         buckets = [bucket for bucket in self._runtime.buckets if bucket.is_trainable]
         load_masters(self._runtime, buckets, state_dict["masters"])

@@ -1,1 +1,1 @@
-"""The parts of compare.py: records of its runs, tables, and a plot."""
+"""The parts of compare.py: the records of its runs, the tables and the plot."""

@@ -1,4 +1,4 @@
-"""The plot of compare.py: tokens/s against the rate of the network, a line for each system."""
+"""Plot the results of compare.py: tokens/s against the rate of the network, one line for each system."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PANEL_INCHES = (7.0, 4.5)
 
 
 def rate_mbit(network: str) -> float | None:
-    """Parse a rate as tc writes it, ``200mbit``; None for loopback, which has no rate."""
+    """Parse a rate in the notation of tc, ``200mbit``; None for loopback, which has no rate."""
     unit = next((unit for unit in UNITS if network.endswith(unit)), None)
     return None if network == LOOPBACK or unit is None else float(network.removesuffix(unit)) * UNITS[unit]
 
@@ -38,7 +38,7 @@ def draw(runs: dict[Key, Run], path: Path) -> None:
             style = ("o-", "s--", "^:")[number // 10 % 3]  # the colours repeat after ten
             panel.plot(*zip(*points, strict=True), style, label=system, linewidth=1, markersize=3)
         panel.set_xticks(range(len(order)), order)
-        panel.set(title=name, xlabel="what a node can send, a second", ylabel="tokens/s", yscale="log")
+        panel.set(title=name, xlabel="rate of a node's network", ylabel="tokens/s", yscale="log")
         panel.grid(visible=True, alpha=0.3)
         panel.legend(fontsize="x-small", ncols=2)
     figure.savefig(path, dpi=120)

@@ -1,4 +1,4 @@
-"""The measurements of a comparison, in one JSON file that is written after every turn, so that a run can be resumed.
+"""Store the measurements of a comparison in one JSON file, replaced after every measurement so that runs can resume.
 
 {"context": {...}, "shape": {batch: {...}},
  "runs":   {"bfloat16 network 200mbit": {"running": "", "systems": {"zero++": {"seconds": [...], ...}}}},
@@ -17,10 +17,10 @@ __all__ = ["Run", "Store", "System"]
 
 @dataclass
 class System:
-    """The measurements of one system on one network: each list has an entry for each turn."""
+    """The measurements of one system on one network; lists have one entry for each round."""
 
     seconds: list[float] = field(default_factory=list)
-    """Time of an optimizer step on the slowest rank, the mean over a turn."""
+    """Time of an optimizer step on the slowest rank, the mean over the steps of a round."""
     wire_nbytes: list[float] = field(default_factory=list)
     """Bytes that a node sends in a step, by its interface's counter, the mean over the nodes."""
     units: float | None = None
@@ -36,14 +36,14 @@ class Run:
     """All systems in one precision, with one batch, on one network."""
 
     running: str = ""
-    """The system whose turn it is; written before the turn, so that it is known if the ranks die."""
+    """The system that runs now; written before it starts, so that it is known if the ranks die."""
     tokens: int = 0
     """Tokens of all ranks in a batch."""
     numel: int = 0
     systems: dict[str, System] = field(default_factory=dict)
 
     def unfinished(self, names: list[str], rounds: int) -> list[str]:
-        """Return those of ``names`` that have turns left and have not failed."""
+        """Return those of ``names`` that have rounds left and have not failed."""
         systems = {name: self.systems.get(name, System()) for name in names}
         return [name for name, system in systems.items() if not system.error and len(system.seconds) < rounds]
 
@@ -65,12 +65,12 @@ class Store:
         return Run(**values | {"systems": systems})
 
     def keep(self, key: str, run: Run) -> None:
-        """Add ``run`` and replace the file, so that a reader never sees half of it."""
+        """Add ``run`` and replace the file."""
         self.values["runs"][key] = asdict(run)
         self.write()
 
     def write(self) -> None:
-        """Replace the file, so that a reader never sees half of it."""
+        """Replace the file atomically: a reader sees the old content or the new."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         draft = self.path.with_suffix(".new")
         draft.write_text(json.dumps(self.values, indent=1) + "\n", encoding="utf-8")

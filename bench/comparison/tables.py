@@ -1,6 +1,6 @@
-"""The tables of a comparison, from its records: Markdown, for each precision, batch and network.
+"""Make the tables of a comparison from its records, in Markdown, for each precision, batch and network.
 
-What accumulates batches has a table of its own, and is compared with peers that accumulate as many.
+Systems that accumulate batches have a separate table, and are compared with peers that accumulate as many.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ __all__ = ["PEERS", "Key", "bases", "best_peer", "cells", "markdown", "of_accumu
 PEERS = {1: "fsdp2 reshard=True", 4: "fsdp2 reshard=False x4"}
 """The FSDP2 baseline by the number of micro-batches in a step. With four, keeping full parameters is fastest."""
 OURS = ("zero_optimizer", "alone")
-"""Modules of contenders that belong to this library or to no library."""
+"""Modules of contenders that are no peers: this library, and training without communication."""
 LOOPBACK = "loopback"
 LOSS_TOLERANCE = {"float32": 5e-5, "bfloat16": 5e-2}
-"""Absolute, beside :data:`PEERS` after the same steps: four decimals; in 16 bits so much that training is wrong."""
+"""Absolute difference to :data:`PEERS` after the same steps: four decimals; in 16 bits a loss far from right."""
 SPREAD = "lowest to highest"
 COLUMNS = {
     "system": ("system", ""), "step, ms": ("step_ms", ",.1f"), SPREAD: ("step_range_ms", ",.1f"),
@@ -31,12 +31,12 @@ COLUMNS = {
     "M between nodes": ("units", ".3f"), "RSS, MiB": ("peak_mib", ",.0f"), "model states, MiB": ("states_mib", ",.1f"),
     "loss": ("loss", ".5f"), "remark": ("remark", ""),
 }  # fmt: skip
-"""Title -> key of a row, and how its value is written."""
+"""Title -> key of a row, and format of its value."""
 NOTES = """\
-Medians over turns that the systems take one after the other, in another order each round. Network's share:
-1 - step on loopback / step here. Computation's share: step of the same rank alone, nothing sent, over the
-step. Wire: what a node's interface sent in a step (on loopback all of them). M: bytes between nodes in units
-of the bfloat16 model. RSS and model states: the largest over the ranks, each system in ranks of its own.
+Medians over rounds; the systems run interleaved, in another order each round. Network's share: 1 - step on
+loopback / step here. Computation's share: step of the same ranks without communication / step here. Wire: bytes
+that a node's interface sent in a step (on loopback: all nodes'). M: bytes between nodes in units of the bfloat16
+model. RSS and model states: the largest over the ranks, each system in separate ranks.
 
 Over gloo FSDP2's reduce-scatter is an all-reduce, which sends twice the bytes: over NCCL `fsdp2` would send a
 quarter (`reshard=True`) or a third (`reshard=False`) less. HSDP (`hsdp`: FSDP2 on a mesh of nodes x ranks) keeps
@@ -44,22 +44,18 @@ a copy of the model in each node; between nodes it all-reduces gradients, over N
 """
 
 Key = str
-"""Precision, batch and network of a run, with blanks between."""
+"""Precision, batch and network of a run, separated by blanks."""
 
 
 def rows_of(key: Key, runs: dict[Key, Run], memory: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return a row for each system: medians over its turns, without what was not measured."""
+    """Return a row for each system: medians over its rounds; figures not measured are missing."""
     run, (dtype, batch, _) = runs[key], key.split()
     loopback, of_memory = runs.get(f"{dtype} {batch} {LOOPBACK}", Run()), memory.get(f"{dtype} {batch}", {})
     rows = []
     for name, system in run.systems.items():
         count = system.accumulation
         step = _last_common_step(run, count)
-        row: dict[str, Any] = {
-            "system": name,
-            "accumulation": count,
-            "remark": _remark(name, system, run, dtype, step),
-        }
+        row: dict[str, Any] = {"system": name, "accumulation": count, "remark": _remark(name, system, run, dtype, step)}
         rows.append(row)
         if system.error or not system.seconds:
             continue
@@ -87,7 +83,7 @@ def rows_of(key: Key, runs: dict[Key, Run], memory: dict[str, dict[str, Any]]) -
 
 
 def best_peer(run: Run, accumulation: int) -> str | None:
-    """Return the fastest system of other libraries with that number of micro-batches in a step."""
+    """Return the fastest system of another library with that number of micro-batches in a step."""
     seconds = {
         name: statistics.median(system.seconds)
         for name, system in run.systems.items()
@@ -98,7 +94,7 @@ def best_peer(run: Run, accumulation: int) -> str | None:
 
 
 def of_accumulation(rows: Sequence[dict[str, Any]]) -> dict[int, list[dict[str, Any]]]:
-    """The rows by the number of batches in a step, least first."""
+    """Group the rows by the number of batches in a step, in ascending order."""
     counts = sorted({row["accumulation"] for row in rows})
     return {count: [row for row in rows if row["accumulation"] == count] for count in counts}
 
@@ -124,13 +120,13 @@ def markdown(runs: dict[Key, Run], memory: dict[str, dict[str, Any]], context: d
 
 
 def table(rows: Sequence[dict[str, Any]], titles: Sequence[str]) -> list[str]:
-    """The lines of a table of these columns."""
+    """Return the lines of a table with these columns."""
     body = ["| " + " | ".join(cells(row, titles)) + " |" for row in rows]
     return ["| " + " | ".join(titles) + " |", "|---" * len(titles) + "|", *body]
 
 
 def bases(run: Run, count: int) -> str:
-    """Return the baseline of a table's ratios."""
+    """Name the baselines of a table's ratios."""
     what = "One batch a step." if count == 1 else f"{count} batches a step, accumulated."
     best = best_peer(run, count)
     fsdp2 = next((name for name in (PEERS.get(count),) if name in run.systems), None)
@@ -159,7 +155,7 @@ def _remark(name: str, system: System, run: Run, dtype: str, step: str | None) -
 
 
 def _median_ratio(above: Sequence[float], below: Sequence[float]) -> float:
-    """Ratio by rounds if both have the same turns, else of the medians."""
+    """The median of the rounds' ratios if both have the same rounds, else the ratio of the medians."""
     if len(above) != len(below):
         return statistics.median(above) / statistics.median(below)
     return statistics.median(a / b for a, b in zip(above, below, strict=True))

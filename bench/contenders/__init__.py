@@ -1,5 +1,4 @@
-"""Ways to train one model on every rank's own batches, ours and its peers', behind the same step.
+"""The contenders of the comparisons: this library and its peers train one model behind the same interface.
 
-A module here imports what its way of training needs, and nothing else here imports that: a process that measures memory
-loads one of them.
+Each module imports its own library, and no other module imports it: a process that measures memory loads only one.
 """

@@ -1,4 +1,4 @@
-"""The contenders by name. Each one's package is imported only when the contender is built."""
+"""The contenders by name. The package of a contender is imported only when the contender is built."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
-from contenders.contender import Contender, Setup
+from contenders.contender import Contender, ContenderSetup
 
 __all__ = ["COMPARED", "ENTRIES", "ONE_MACHINE", "Entry", "available", "build"]
 
@@ -34,8 +34,8 @@ ONE_MACHINE = tuple(ENTRIES)
 """The contenders in the tables of zero_step.py."""
 ZEROPP = {"stage": 3, "quantized_weights": True, "quantized_gradients": True, "stays_in_node": True}
 DELTA = {"stage": 3, "mode": "delta_hpz"}
-SMALL_WHOLE = {"stage": 3, "stage3_param_persistence_threshold": 100_000}
-"""DeepSpeed's default persistence threshold, for its rows: smaller parameters stay full. This library's is 0."""
+SMALL_PERSISTENT = {"stage": 3, "stage3_param_persistence_threshold": 100_000}
+"""DeepSpeed's default persistence threshold: smaller parameters stay full. This library's default is 0."""
 OFFLOADED = {"stage": 3, "offload": "cpu"}
 ENTRIES |= {
     "alone": Entry(0, "alone", {}),
@@ -55,7 +55,7 @@ ENTRIES |= {
     "deepspeed stage 1 x4": Entry(1, "deepspeed_engine", {"stage": 1, "accumulation": 4}, "deepspeed"),
     "deepspeed stage 3 x4": Entry(3, "deepspeed_engine", {"stage": 3, "accumulation": 4}, "deepspeed"),
     "deepspeed stage 3 offload": Entry(3, "deepspeed_engine", OFFLOADED, "deepspeed"),
-    "zero stage 3 small whole": Entry(3, "zero_optimizer", SMALL_WHOLE),
+    "zero stage 3 small whole": Entry(3, "zero_optimizer", SMALL_PERSISTENT),
     "zero stage 3 offload": Entry(3, "zero_optimizer", OFFLOADED),
     "zero stage 3 nvme": Entry(3, "zero_optimizer", OFFLOADED | {"offload": "nvme"}),
     "zero++": Entry(3, "zero_optimizer", ZEROPP),
@@ -80,8 +80,8 @@ def available(names: tuple[str, ...] = ONE_MACHINE) -> list[str]:
     return [name for name in names if find_spec(ENTRIES[name].needs) is not None]
 
 
-def build(name: str, setup: Setup) -> Contender:
-    """Import and build a contender. Collective."""
+def build(name: str, setup: ContenderSetup) -> Contender:
+    """Import the contender's package and build it. Collective."""
     entry = ENTRIES[name]
     contender: Contender = import_module(f"contenders.{entry.module}").build(setup, **entry.options)
     return contender

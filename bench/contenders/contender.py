@@ -11,25 +11,25 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-if TYPE_CHECKING:  # a process that measures a peer's memory has nothing of this library
+if TYPE_CHECKING:  # a process that measures a peer's memory must not import this library
     from zcomm import Topology
 
-__all__ = ["Contender", "Setup", "torch_step"]
+__all__ = ["Contender", "ContenderSetup", "torch_step"]
 
 
 @dataclass(frozen=True)
-class Setup:
+class ContenderSetup:
     """The job that every contender is built for."""
 
     model: nn.Module
-    """The contender's own copy, float32, on the device; ``model(tokens, targets)`` returns the loss."""
+    """A copy for this contender, float32, on the device; ``model(tokens, targets)`` returns the loss."""
     dtype: torch.dtype
     """Dtype of the computation; optimizer states and masters are float32."""
     learning_rate: float
     num_sequences: int
     """Sequences in a rank's batch."""
     topology: Topology | None = None
-    """Ranks of a node; None: as torchrun has started them."""
+    """The ranks by node; None: as torchrun has started them."""
     folder: str | None = None
     """Folder for files of the NVMe tier."""
 
@@ -55,10 +55,10 @@ def torch_step(
     accumulation: int = 1,
     accumulates: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> Callable[[Tensor, Tensor], Tensor]:
-    """A step of a plain torch training loop.
+    """Return a step of a plain torch training loop.
 
-    Each forward runs in the context ``within``. All batches but the last run, forward and backward, in a context that
-    ``accumulates`` makes, which puts the exchange of gradients off.
+    Each forward runs in the context ``within``. Forward and backward of all batches but the last run in a context that
+    ``accumulates`` creates, which defers the exchange of gradients.
     """
     context = within or nullcontext()
 

@@ -1,6 +1,6 @@
-"""DistributedDataParallel, everything whole on every rank; 16 bit by autocast, as DDP has no masters.
+"""The contender DistributedDataParallel: nothing is sharded; 16 bits by autocast, as DDP has no masters.
 
-DDP wants types, not strings, as annotations of a hook: this module does not postpone them.
+DDP requires the annotations of a hook to be types, not strings: no ``from __future__ import annotations`` here.
 """
 
 import torch
@@ -11,15 +11,17 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
-from contenders.contender import Contender, Setup, torch_step
+from contenders.contender import Contender, ContenderSetup, torch_step
 
 __all__ = ["build"]
 
 
-def build(setup: Setup, *, gradient_as_bucket_view: bool, sends_bf16: bool = False, accumulation: int = 1) -> Contender:
-    """The model; with views gradients have no memory beside that of DDP's buckets; they may be rounded to be sent.
+def build(
+    setup: ContenderSetup, *, gradient_as_bucket_view: bool, sends_bf16: bool = False, accumulation: int = 1
+) -> Contender:
+    """Wrap the model. With bucket views gradients take no memory besides DDP's buckets.
 
-    What accumulates sends its gradients once a step (``no_sync``).
+    ``sends_bf16`` rounds gradients before they are sent. With accumulation they are sent once a step (``no_sync``).
     """
     model = DistributedDataParallel(setup.model, gradient_as_bucket_view=gradient_as_bucket_view)
     if sends_bf16:

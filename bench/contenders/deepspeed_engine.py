@@ -1,4 +1,4 @@
-"""The contender DeepSpeed, by stage."""
+"""The contender DeepSpeed, at any stage."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import torch
 from torch import Tensor
 from torch.optim import AdamW
 
-from contenders.contender import Contender, Setup
+from contenders.contender import Contender, ContenderSetup
 
 __all__ = ["build"]
 
 warnings.filterwarnings(
     "ignore", "`torch.distributed.*is deprecated", FutureWarning
-)  # it calls collectives by old names
+)  # DeepSpeed calls collectives by old names
 
 
-def build(setup: Setup, stage: int, *, offload: str | None = None, accumulation: int = 1) -> Contender:
-    """The model under ``stage``, with DeepSpeed's defaults but for its clipping, which no other contender has.
+def build(setup: ContenderSetup, stage: int, *, offload: str | None = None, accumulation: int = 1) -> Contender:
+    """Wrap the model at ``stage`` with DeepSpeed's defaults, except clipping, which no other contender does.
 
-    ``offload`` "cpu": parameters and states rest in host memory; torch's optimizer updates them there.
+    ``offload`` "cpu" stores parameters and states in host memory, where torch's optimizer updates them.
     """
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": setup.num_sequences,

@@ -14,15 +14,17 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.optim import AdamW
 
-from contenders.contender import Contender, Setup, torch_step
+from contenders.contender import Contender, ContenderSetup, torch_step
 
 __all__ = ["build"]
 
 
-def build(setup: Setup, *, reshard_after_forward: bool, is_hybrid: bool = False, accumulation: int = 1) -> Contender:
-    """The model, whose parameters are whole from forward to backward, or gathered twice.
+def build(
+    setup: ContenderSetup, *, reshard_after_forward: bool, is_hybrid: bool = False, accumulation: int = 1
+) -> Contender:
+    """Shard the model; parameters stay full from forward to backward, or are gathered twice.
 
-    ``is_hybrid``: each node has all of the model, divided over its ranks (HSDP).
+    ``is_hybrid``: each node has a full copy of the model, sharded over its ranks (HSDP).
     """
     model, is_wide = setup.model, setup.dtype == torch.float32
     mesh = _mesh(setup, is_hybrid=is_hybrid)
@@ -32,12 +34,12 @@ def build(setup: Setup, *, reshard_after_forward: bool, is_hybrid: bool = False,
         fully_shard(block, **options)
     sharded = fully_shard(model, **options)
     optimizer = AdamW(model.parameters(), lr=setup.learning_rate, fused=True)
-    accumulates = partial(_in_the_node if is_hybrid and reshard_after_forward else _on_the_rank, sharded)
+    accumulates = partial(_sharded_in_node if is_hybrid and reshard_after_forward else _unsharded, sharded)
     return Contender(torch_step(model, optimizer, accumulation=accumulation, accumulates=accumulates), accumulation)
 
 
-def _mesh(setup: Setup, *, is_hybrid: bool) -> DeviceMesh:
-    """All ranks, or [nodes, ranks of a node]."""
+def _mesh(setup: ContenderSetup, *, is_hybrid: bool) -> DeviceMesh:
+    """A mesh of all ranks, or of [nodes, ranks of a node]."""
     device, world_size = next(setup.model.parameters()).device.type, dist.get_world_size()
     if not is_hybrid:
         return init_device_mesh(device, (world_size,))
@@ -46,10 +48,10 @@ def _mesh(setup: Setup, *, is_hybrid: bool) -> DeviceMesh:
 
 
 @contextmanager
-def _on_the_rank(model: FSDPModule) -> Iterator[None]:
-    """Nothing is sent after this backward: gradients stay whole, and so do parameters, for the next forward.
+def _unsharded(model: FSDPModule) -> Iterator[None]:
+    """Accumulate full gradients on each rank, and keep full parameters for the next forward; send nothing.
 
-    Fastest, with the memory of a whole model and its gradients on each rank.
+    This is fastest, but takes the memory of the full model and its gradients on each rank.
     """
     _set_last(model, is_last=False)
     model.set_requires_gradient_sync(False)
@@ -61,8 +63,8 @@ def _on_the_rank(model: FSDPModule) -> Iterator[None]:
 
 
 @contextmanager
-def _in_the_node(model: FSDPModule) -> Iterator[None]:
-    """HSDP reduces gradients inside the node, where they rest divided; between nodes once a step."""
+def _sharded_in_node(model: FSDPModule) -> Iterator[None]:
+    """Accumulate gradients sharded over the node; HSDP then reduces them between nodes once a step."""
     _set_last(model, is_last=False)
     model.set_requires_all_reduce(False)
     yield

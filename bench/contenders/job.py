@@ -1,4 +1,4 @@
-"""The model and the batches that every contender trains on, from the command line's arguments."""
+"""The model and the batches of every contender, made from the command line's arguments."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from gpt_model import GPT, GPTConfig
 from torch import Tensor
 
-from contenders.contender import Setup
+from contenders.contender import ContenderSetup
 
 if TYPE_CHECKING:
     from zcomm import Topology
@@ -28,7 +28,7 @@ def add_shape(parser: argparse.ArgumentParser) -> None:
 
 def new_setup(
     arguments: argparse.Namespace, dtype: str, device: torch.device, topology: Topology | None = None
-) -> Setup:
+) -> ContenderSetup:
     """Make a model of the arguments' shape, with the same values each time."""
     torch.manual_seed(1)
     config = GPTConfig(
@@ -37,10 +37,10 @@ def new_setup(
         num_attention_heads=arguments.num_attention_heads,
         seq_length=arguments.seq_length,
     )
-    with device:  # made there: hundreds of millions of random numbers take long on a processor
+    with device:  # created on the device: a CPU takes long for hundreds of millions of random numbers
         model = GPT(config)
     folder = getattr(arguments, "nvme_folder", None)
-    return Setup(model, getattr(torch, dtype), 1e-3, arguments.batch_size, topology, folder)
+    return ContenderSetup(model, getattr(torch, dtype), 1e-3, arguments.batch_size, topology, folder)
 
 
 def batch(
@@ -49,5 +49,7 @@ def batch(
     """Return the tokens and targets of a rank's step."""
     generator = torch.Generator().manual_seed(step * 1_000 + rank)
     shape = (num_batches * arguments.batch_size, arguments.seq_length + 1)
-    tokens = torch.randint(0, 256, shape, generator=generator).square() // 256  # skewed, so that there is much to learn
+    tokens = (
+        torch.randint(0, 256, shape, generator=generator).square() // 256
+    )  # a skewed distribution, so that the loss falls
     return tokens[:, :-1].to(device), tokens[:, 1:].to(device)

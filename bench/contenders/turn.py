@@ -1,4 +1,4 @@
-"""A turn: the timed steps of one contender in a round of the comparison."""
+"""Run the timed steps of one contender in a round of a comparison."""
 
 from __future__ import annotations
 
@@ -21,5 +21,5 @@ def take_steps(arguments: argparse.Namespace, contender: Contender, topology: To
         loss = contender.step(*batch(arguments, number, topology.rank, device, num_batches=count))
         contender.num_steps += 1
     mean = loss.float().reshape(1)
-    zcomm.all_reduce(mean, "avg", group=topology)  # so the time is that of the slowest rank
+    zcomm.all_reduce(mean, "avg", group=topology)  # waits for all ranks: the time is that of the slowest
     contender.loss = mean.item()

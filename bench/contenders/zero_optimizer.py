@@ -1,4 +1,4 @@
-"""The contender ZeroOptimizer, by stage, with any of its settings."""
+"""The contender ZeroOptimizer, at any stage, with any of its settings."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.optim import AdamW
 
-from contenders.contender import Contender, Setup, torch_step
+from contenders.contender import Contender, ContenderSetup, torch_step
 from zcomm import Topology
 from zero import ZeroOptimizer
 
@@ -14,7 +14,7 @@ __all__ = ["build"]
 
 
 def build(
-    setup: Setup,
+    setup: ContenderSetup,
     stage: int,
     *,
     accumulation: int = 1,
@@ -22,9 +22,9 @@ def build(
     offload: str | None = None,
     **options: Any,
 ) -> Contender:
-    """The model under ``stage``; ``stays_in_node``: with a secondary partition in each node (hpZ).
+    """Shard the model at ``stage``; ``stays_in_node`` adds a secondary partition in each node (hpZ).
 
-    ``offload``: where parameters and states rest: "cpu", or "nvme", in files in the set-up's folder.
+    ``offload`` is where parameters and states are stored: "cpu", or "nvme" for files in the setup's folder.
     """
     model = setup.model.to(setup.dtype)
     if stays_in_node:

@@ -1,4 +1,4 @@
-"""Checkpoints of a run, so that it can be resumed: one file for each rank, and one that commits them."""
+"""Checkpoints to resume a run: one file for each rank, and one that commits them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Checkpoints:
     """The latest checkpoint of one run.
 
     Args:
-        folder: Of this run alone; on a file system that all ranks see.
+        folder: A folder for this run only, on a file system that all ranks share.
         topology: The ranks.
     """
 
@@ -26,11 +26,11 @@ class Checkpoints:
         self._folder, self._topology = folder, topology
 
     def save(self, step: int, state: dict[str, Any]) -> None:
-        """Save this rank's ``state`` after ``step`` steps. Collective; the checkpoint before is removed."""
+        """Save this rank's ``state`` after ``step`` steps. Collective; removes the previous checkpoint."""
         new = self._folder / str(step)
         new.mkdir(parents=True, exist_ok=True)
         torch.save(state, new / f"{self._topology.rank}.pt")
-        self._wait()
+        self._wait()  # every file must exist before the commit
         if self._topology.rank == 0:
             draft = self._folder / "whole.new"
             draft.write_text(json.dumps({"step": step, "world_size": self._topology.world_size}))
@@ -42,10 +42,10 @@ class Checkpoints:
 
     def load(self) -> dict[str, Any] | None:
         """Return this rank's latest state that all ranks have saved; None if there is none for this world size."""
-        whole = self._folder / "whole.json"
-        if not whole.exists():
+        committed = self._folder / "whole.json"
+        if not committed.exists():
             return None
-        known = json.loads(whole.read_text())
+        known = json.loads(committed.read_text())
         if known["world_size"] != self._topology.world_size:
             return None
         state: dict[str, Any] = torch.load(

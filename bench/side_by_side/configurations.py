@@ -1,4 +1,4 @@
-"""The configurations of convergence.py by name. If the library refuses one, its row shows the error."""
+"""The configurations of convergence.py by name."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Configuration:
     description: str
     dtype: torch.dtype = torch.bfloat16
     is_ddp: bool = False
-    """torch's DistributedDataParallel instead of ZeroOptimizer."""
+    """Whether to train under DistributedDataParallel instead of ZeroOptimizer."""
     accumulation: int = 1
-    """Micro-batches of a step; a step's data does not depend on their number."""
+    """Micro-batches in a step; a step's data does not depend on their number."""
     options: dict[str, Any] = field(default_factory=dict)
     """Settings of ZeroOptimizer at stage 3."""
     stays_in_node: bool = False
@@ -46,8 +46,8 @@ CONFIGURATIONS = {
     "zeropp": _recipe("zeropp", "ZeRO++ in small blocks"),
     "accurate": _recipe("accurate", "formats of the recipe, without a residual"),
     "smallest": _recipe("smallest", "formats of the recipe"),
-    "delta-hpz": Configuration("resident replicas, 4-bit deltas", options=DELTA),
-    "delta-hpz-x4": Configuration("so, 4 micro-batches a step", accumulation=4, options=DELTA),
+    "delta-hpz": Configuration("replicas in every node, 4-bit deltas", options=DELTA),
+    "delta-hpz-x4": Configuration("the same, 4 micro-batches a step", accumulation=4, options=DELTA),
     "bf16-zero3-x4": Configuration("ZeRO-3 in bf16, 4 micro-batches a step", accumulation=4),
     "zeropp-x4": Configuration(
         "ZeRO++ in small blocks, 4 micro-batches a step", accumulation=4,

@@ -120,7 +120,7 @@ class _Zero:
     def was_step_applied(self) -> bool:
         return self._optimizer.was_step_applied
 
-    def loss(self, tokens: Tensor, targets: Tensor, *, is_last: bool) -> Tensor:  # noqa: ARG002  (it counts)
+    def loss(self, tokens: Tensor, targets: Tensor, *, is_last: bool) -> Tensor:  # noqa: ARG002  (it counts micro-batches)
         loss: Tensor = self.model(tokens, targets)
         return loss
 

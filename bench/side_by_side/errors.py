@@ -1,10 +1,10 @@
-"""Measure the errors of weights and gradients that a configuration's communication causes, where they are used.
+"""Measure the errors of weights and gradients that a configuration's communication causes.
 
-    weights     what the modules find in their parameters when their forward begins, beside the float32 masters
-    gradients   the averaged gradient before clipping, beside that of a copy of the model with the weights that the
-                forward found: every rank's own micro-batches, added up and averaged over the ranks in float32
+    weights     parameters as the forward reads them, compared with the float32 masters
+    gradients   the averaged gradient before clipping, compared with that of a copy of the model with the weights that
+                the forward read, on the same micro-batches, summed and averaged over the ranks in float32
 
-Both as |difference| / |exact| over all parameters together.
+Both are |difference| / |exact| over all parameters together.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ import zcomm
 from side_by_side.engines import Engine
 from zcomm import Topology
 
-__all__ = ["exact_gradients", "gradient_error", "seen_by_forward", "weight_errors"]
+__all__ = ["exact_gradients", "gradient_error", "read_by_forward", "weight_errors"]
 
 Batch = tuple[Tensor, Tensor]
 
 
 @contextmanager
-def seen_by_forward(model: nn.Module) -> Iterator[dict[str, Tensor]]:
+def read_by_forward(model: nn.Module) -> Iterator[dict[str, Tensor]]:
     """Copy the parameters, by name, as the first forward inside the block reads them."""
     names = {param: name for name, param in model.named_parameters()}
     seen: dict[str, Tensor] = {}
 
-    def look(module: nn.Module, _: object) -> None:
+    def copy_params(module: nn.Module, _: object) -> None:
         for param in module.parameters(recurse=False):
             if names[param] not in seen:
                 seen[names[param]] = param.detach().clone()
 
-    handles = [module.register_forward_pre_hook(look) for module in model.modules()]
+    handles = [module.register_forward_pre_hook(copy_params) for module in model.modules()]
     try:
         yield seen
     finally:
@@ -44,7 +44,7 @@ def seen_by_forward(model: nn.Module) -> Iterator[dict[str, Tensor]]:
 
 
 def weight_errors(engine: Engine, seen: Mapping[str, Tensor]) -> dict[str, float]:
-    """``weights``: of what was ``seen``; ``rounding``: of the masters rounded to the dtype of what was seen."""
+    """Return the error of the weights ``seen``, and of the masters rounded to the same dtype (``rounding``)."""
     masters = {name: engine.master(param) for name, param in engine.model.named_parameters()}
     rounded = {name: master.to(seen[name].dtype) for name, master in masters.items()}
     return {"weights": _relative(seen, masters), "rounding": _relative(rounded, masters)}
@@ -53,7 +53,7 @@ def weight_errors(engine: Engine, seen: Mapping[str, Tensor]) -> dict[str, float
 def exact_gradients(
     copy: nn.Module, seen: Mapping[str, Tensor], batches: Sequence[Batch], topology: Topology
 ) -> dict[str, Tensor]:
-    """The gradients of the mean loss over every rank's ``batches`` where ``copy`` has the weights ``seen``."""
+    """Return the gradients of the mean loss over all ranks' ``batches``, of ``copy`` with the weights ``seen``."""
     params = dict(copy.named_parameters())
     with torch.no_grad():
         for name, param in params.items():
@@ -78,7 +78,7 @@ def gradient_error(engine: Engine, exact: Mapping[str, Tensor]) -> float:
 
 
 def _relative(values: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> float:
-    """Missing ``values`` count as zero."""
+    """Return the relative error over all tensors; missing ``values`` count as zero."""
     error = torch.zeros((), dtype=torch.float64)
     norm = torch.zeros((), dtype=torch.float64)
     for name, x in exact.items():

@@ -1,4 +1,4 @@
-"""transformers' GPT-2 with random weights; transformers is imported only if the model is trained."""
+"""transformers' GPT-2 with random weights. Import this module only if the model is trained: it imports transformers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Gpt2Loss(nn.Module):
 
 
 def build(dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """About 1 million parameters."""
+    """Build a GPT-2 of about 1 million parameters."""
     config = GPT2Config(
         vocab_size=VOCABULARY, n_positions=SEQ_LENGTH, n_embd=192, n_layer=2, n_head=4, resid_pdrop=0.0,
         embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False, bos_token_id=0, eos_token_id=0,

@@ -1,6 +1,6 @@
 """The GPT of gpt_model.py as two modules, each one unit.
 
-A layer of a model this small is an exchange of a few kilobytes, and a step would be the latency of dozens of them.
+In a model this small the exchange of a layer has a few kilobytes; with a unit for each layer, latency would dominate.
 """
 
 from __future__ import annotations

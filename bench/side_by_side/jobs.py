@@ -25,7 +25,7 @@ class Job:
     """One model and how it is trained. ``model(tokens, targets)`` is the loss in nats per byte."""
 
     build: Build
-    """Make the model in a dtype; all dtypes have the same values, up to rounding."""
+    """Build the model in a dtype; all dtypes have the same values, up to rounding."""
     seq_length: int
     lr: float
     batch_size: int = 16
@@ -33,14 +33,14 @@ class Job:
     num_held_out: int = 512
     """Number of held-out sequences."""
     max_nbytes: int = 8_000_000
-    """Of text."""
+    """Bytes of text to read."""
 
     def text(self) -> Text:
-        """Return the training text: the standard library's sources, as in the main job."""
+        """Return the training text: the standard library's sources, as in train_gpt.py."""
         return load_text(None, max_bytes=self.max_nbytes, seq_length=self.seq_length)
 
     def model(self, dtype: torch.dtype, device: torch.device, seed: int) -> nn.Module:
-        """The same on every rank."""
+        """Build the model, the same on every rank."""
         torch.manual_seed(seed)
         return self.build(dtype, device)
 

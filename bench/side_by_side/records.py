@@ -44,11 +44,11 @@ class Record:
     """(step, mean over the ranks and the steps since the last entry)."""
     held_out_losses: list[tuple[int, float]] = field(default_factory=list)
     inter_nbytes: list[int] = field(default_factory=list)
-    """Bytes that training steps (not evaluations) have sent between nodes before each held-out loss."""
+    """Bytes that training steps (not evaluations) sent between nodes before each held-out loss."""
     inter_nbytes_per_step: int = 0
-    """Of the median step, without steps after an evaluation."""
+    """Bytes of the median step; steps after an evaluation do not count."""
     is_counted: bool = True
-    """Whether bytes were counted, not calculated."""
+    """Whether bytes were counted; else they follow from a formula."""
     gradient_errors: list[tuple[int, float]] = field(default_factory=list)
     weight_errors: list[tuple[int, dict[str, float]]] = field(default_factory=list)
     skipped_steps: list[int] = field(default_factory=list)
@@ -56,10 +56,10 @@ class Record:
     """The library's warnings, each once."""
     seconds: float = 0.0
     error: str = ""
-    """Why the run has ended early."""
+    """Why the run ended early."""
 
     def write(self, results: Path) -> None:
-        """Replace the file in the results folder, so that a reader never sees half of it."""
+        """Replace the file in the results folder atomically."""
         path = self.key.path(results)
         results.mkdir(parents=True, exist_ok=True)
         draft = path.with_suffix(".new")
@@ -78,13 +78,13 @@ class Record:
 
     @classmethod
     def read(cls, key: Key, results: Path) -> Record | None:
-        """The run's record, if there is a file."""
+        """Read the run's record; None if it has no file."""
         path = key.path(results)
         return cls.of(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
 
     @classmethod
     def all_in(cls, results: Path) -> list[Record]:
-        """Every record of the folder."""
+        """Read every record of the folder."""
         return [cls.of(json.loads(path.read_text(encoding="utf-8"))) for path in sorted(results.glob("*-seed*.json"))]
 
     @property
@@ -107,7 +107,7 @@ class LibraryLog(logging.Handler):
         self._record = record
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Called by logging."""
+        """Add the message to the run's record."""
         self._record.add_log(record.getMessage())
 
     def __enter__(self) -> LibraryLog:

@@ -1,4 +1,4 @@
-"""The table of the finished runs of one model: a row for each configuration, over its seeds."""
+"""Make the table of the runs of one model: a row for each configuration, over its seeds."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Row:
 
     @property
     def error(self) -> str:
-        """Return the errors of runs that have not finished."""
+        """Return the error of a run that has failed; empty if there is none."""
         return next((record.error for record in self.records if record.error), "")
 
     @property
@@ -53,7 +53,7 @@ class Row:
 
     @property
     def drift(self) -> float:
-        """The last weight error over the larger of the first one and bf16's rounding; the worst seed's."""
+        """The last weight error over the larger of the first one and bf16's rounding; of the worst seed."""
         ratios = []
         for record in self.finished:
             (_, first), (_, last) = record.weight_errors[0], record.weight_errors[-1]
@@ -93,12 +93,12 @@ def table(rows: Sequence[Row]) -> str:
     baseline = next((row for row in rows if row.name == BASELINE), Row(BASELINE, []))
     lines = [HEADER, ["---"] * len(HEADER), *(row.cells(baseline) for row in rows)]
     text = "\n".join("| " + " | ".join(line) + " |" for line in lines)
-    said = [f"- {record.key}: {line}" for row in rows for record in row.records for line in record.log]
-    said += [
+    notes = [f"- {record.key}: {line}" for row in rows for record in row.records for line in record.log]
+    notes += [
         f"- {record.key}: skipped steps {record.skipped_steps}"
         for row in rows for record in row.records if record.skipped_steps
     ]  # fmt: skip
-    return "\n".join([text, *([""] if said else []), *said])
+    return "\n".join([text, *([""] if notes else []), *notes])
 
 
 def _mean_and_spread(values: Sequence[float], spec: str) -> str:

@@ -1,4 +1,4 @@
-"""One run: train a model under a configuration and a seed, from its last checkpoint until it or the time ends."""
+"""Train one model with a configuration and a seed, from its last checkpoint until it is finished or time is up."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import zcomm
 from side_by_side.checkpoints import Checkpoints
 from side_by_side.configurations import CONFIGURATIONS
 from side_by_side.engines import Engine, build_engine
-from side_by_side.errors import exact_gradients, gradient_error, seen_by_forward, weight_errors
+from side_by_side.errors import exact_gradients, gradient_error, read_by_forward, weight_errors
 from side_by_side.jobs import JOBS
 from side_by_side.records import Record
 from zcomm import Topology, control
@@ -30,7 +30,7 @@ EARLY, LATE = 20, 2_000
 
 
 CHECKPOINT_INTERVAL = 250
-"""Steps between checkpoints, at the most; saved where held-out losses are taken."""
+"""Steps between checkpoints; they are saved at evaluations only."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Settings:
 
 
 class Run:
-    """One run on the ranks of ``topology``; everything in it is collective."""
+    """One run on the ranks of ``topology``; all methods are collective."""
 
     def __init__(
         self, record: Record, settings: Settings, text: Text, topology: Topology, device: torch.device,
@@ -74,7 +74,7 @@ class Run:
         self._resume()
 
     def train(self, has_time: Callable[[], bool], on_step: Callable[[float], object]) -> bool:
-        """Train; whether the run is finished. ``has_time`` is asked on rank 0; ``on_step`` gets the loss here."""
+        """Train; return whether it is finished. The ranks agree on ``has_time``; ``on_step`` gets the rank's loss."""
         record, steps = self.record, self.record.key.steps
         if not record.held_out_losses:
             self._evaluate()
@@ -115,10 +115,10 @@ class Run:
     def _step(self, batches: list[tuple[Tensor, Tensor]], *, is_sampled: bool) -> Tensor:
         engine, key, step = self._engine, self.record.key, self.record.steps_done
         total = torch.zeros((), device=self._device)
-        looking = seen_by_forward(engine.model) if is_sampled else nullcontext({})
+        recording = read_by_forward(engine.model) if is_sampled else nullcontext({})
         is_outlier = key.outlier_at == step + 1 and self._topology.rank == 0
         with zcomm.traffic() as sent:
-            with looking as seen:
+            with recording as seen:
                 for index, batch in enumerate(batches):
                     loss = engine.loss(*batch, is_last=index == len(batches) - 1) / len(batches)
                     total += loss.detach()
@@ -139,11 +139,11 @@ class Run:
     @torch.no_grad()
     def _evaluate(self, *, is_sampled: bool = False) -> None:
         engine, record = self._engine, self.record
-        looking: AbstractContextManager[dict[str, Tensor]] = (
-            seen_by_forward(engine.model) if is_sampled else nullcontext({})
+        recording: AbstractContextManager[dict[str, Tensor]] = (
+            read_by_forward(engine.model) if is_sampled else nullcontext({})
         )
         engine.model.eval()
-        with looking as seen:
+        with recording as seen:
             held_out = torch.stack([engine.loss(*self._held_out, is_last=True)])
         engine.model.train()
         if is_sampled:
@@ -162,7 +162,7 @@ class Run:
         """Sum the bytes over all ranks."""
         of_ranks = control.gather_float64(torch.tensor(self._inter, dtype=torch.float64), self._topology)
         of_steps = [int(nbytes) + self._engine.uncounted_inter_nbytes() for nbytes in of_ranks.sum(0).tolist()]
-        # After an evaluation replicas inside a node are in line with the masters already: that step sends less.
+        # After an evaluation the replicas of a node are up to date already, so that step sends less.
         evaluated = {step for step, _ in self.record.held_out_losses}
         undisturbed = [nbytes for step, nbytes in enumerate(of_steps) if step not in evaluated]
         self.record.inter_nbytes_per_step = median_low(undisturbed or of_steps)

@@ -320,6 +320,17 @@ nb::dict BuildInfo() {
   return info;
 }
 
+// Names and numbers.
+nb::dict Codecs() {
+  nb::dict numbers;
+  numbers["f32"] = static_cast<int>(zcomm::Codec::kFloat32);
+  numbers["bf16"] = static_cast<int>(zcomm::Codec::kBfloat16);
+  numbers["fp16"] = static_cast<int>(zcomm::Codec::kFloat16);
+#define ZCOMM_CODEC(id, name, number, ...) numbers[name] = number;
+#include "zcomm/codecs.def"
+  return numbers;
+}
+
 }  // namespace
 
 #ifdef ZCOMM_HAS_CUDA
@@ -336,6 +347,7 @@ NB_MODULE(_native, m) {
         return Layout(codec, block, is_rotated, num_segments, segment_numel).nbytes;
       },
       "codec"_a, "block"_a, "is_rotated"_a, "num_segments"_a, "segment_numel"_a);
+  m.attr("CODECS") = Codecs();
   DefineFileQueue(m);
 #ifdef ZCOMM_HAS_CUDA
   DefineCudaOperations(m);

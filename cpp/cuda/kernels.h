@@ -112,8 +112,8 @@ ZCOMM_DEVICE void AddResidual(const ResidualPlace& place, float beta, int numel,
 
 // Encodes v - Decode(coded) as the tile's residual. Blocks that are not finite keep their old residual.
 template <class P, class C>
-ZCOMM_DEVICE void KeepResidual(const ResidualPlace& place, const Coded<C>& coded, int numel, const Tables& tables,
-                               Values& v) {
+ZCOMM_DEVICE void StoreResidual(const ResidualPlace& place, const Coded<C>& coded, int numel, const Tables& tables,
+                                Values& v) {
   ZCOMM_UNROLL
   for (int j = 0; j < kVectors; ++j) {
     float decoded[kVector];
@@ -145,7 +145,7 @@ ZCOMM_DEVICE void EncodeAndStore(const Wire& wire, const Place& place, const Res
     const ResidualPlace at = Locate(residual, row, place.first);
     AddResidual<P>(at, residual.beta, place.numel, tables, v);
     EncodeTile<P, C>(v, wire.block_log2, place.numel, tables, &coded);
-    KeepResidual<P, C>(at, coded, place.numel, tables, v);
+    StoreResidual<P, C>(at, coded, place.numel, tables, v);
   }
   StoreCoded<P, C>(wire, place, coded);
 }

@@ -61,7 +61,7 @@ ZCOMM_DEVICE void DropWords(bool is_dropped, std::uint32_t (&w)[kNumWords]) {
 // Rotates the ring of a tile's words: byte `nbytes`, which is in the first word and at a multiple of sizeof(Unit),
 // becomes the first byte. All lanes call, with the same `nbytes`.
 template <class P, class Unit, class Words, int kCount>
-ZCOMM_DEVICE void Turn(TileWords<Words, kCount>& words, int nbytes) {
+ZCOMM_DEVICE void ShiftWords(TileWords<Words, kCount>& words, int nbytes) {
   constexpr int kPerWord = static_cast<int>(sizeof(Words)) / 4;
   constexpr int kOwn = kPerWord * kCount;
   const Words first = words[0][0];
@@ -124,7 +124,7 @@ ZCOMM_DEVICE void LoadWords(const std::uint8_t* start, TileWords<Words, kCount>&
                                               : P::template Load<Words>(base + index * static_cast<int>(sizeof(Words)));
     }
   }
-  if (offset != 0) Turn<P, Unit>(words, offset);
+  if (offset != 0) ShiftWords<P, Unit>(words, offset);
 }
 
 // Pairs of lanes exchange words, so that each store of the warp covers whole 32-byte sectors. Counted from its own
@@ -147,7 +147,7 @@ template <class P, class Unit, class Words, int kCount>
 ZCOMM_DEVICE void StoreWords(TileWords<Words, kCount>& words, std::uint8_t* start) {
   constexpr int kNbytes = static_cast<int>(sizeof(Words));
   const int offset = Misalignment<Words>(start);
-  if (offset != 0) Turn<P, Unit>(words, kNbytes - offset);
+  if (offset != 0) ShiftWords<P, Unit>(words, kNbytes - offset);
   std::uint8_t* first = start + (offset != 0 ? kNbytes - offset : 0);
   ZCOMM_UNROLL
   for (int j = 0; j < kVectors; ++j) {

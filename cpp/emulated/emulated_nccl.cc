@@ -150,13 +150,13 @@ EXPORTED Result ncclCommSplit(Comm comm, int color, int key, Comm* split, Config
 EXPORTED Result ncclCommGetAsyncError(Comm comm, Result* result) {
   if (comm == nullptr) return Result::kInvalidArgument;
   Network& network = *Of(comm)->network;
-  bool is_under_way = !network.Connect() || (Of(comm)->is_finalized && !network.is_idle());
+  bool is_in_progress = !network.Connect() || (Of(comm)->is_finalized && !network.is_idle());
   *result = network.state();
   if (Of(comm)->split != nullptr && *result == Result::kSuccess) {
-    is_under_way = !Of(comm)->split->Connect() || is_under_way;
+    is_in_progress = !Of(comm)->split->Connect() || is_in_progress;
     *result = Of(comm)->split->state();
   }
-  if (*result == Result::kSuccess && is_under_way) *result = Result::kInProgress;
+  if (*result == Result::kSuccess && is_in_progress) *result = Result::kInProgress;
   return Result::kSuccess;
 }
 

@@ -15,7 +15,7 @@ namespace {
 
 using nccl::Result;
 
-constexpr int kPollMs = 10;  // how late an abort is noticed at most
+constexpr int kPollMs = 10;  // an abort takes effect after at most this long
 
 // The address of a rank, in Linux's abstract namespace: it disappears with its sockets, even after a crash.
 socklen_t Name(const std::string& id, std::size_t rank, sockaddr_un* address) {
@@ -89,8 +89,8 @@ bool Network::ConnectTo(std::size_t peer) {
 void Network::AcceptAll() {
   for (int found; (found = accept4(listener_, nullptr, nullptr, SOCK_CLOEXEC)) >= 0;) {
     std::uint64_t peer = 0;
-    const bool is_told = recv(found, &peer, sizeof(peer), MSG_WAITALL) == sizeof(peer);
-    if (is_told && peer > rank_ && peer < sockets_.size() && sockets_[peer] < 0) {
+    const bool has_rank = recv(found, &peer, sizeof(peer), MSG_WAITALL) == sizeof(peer);
+    if (has_rank && peer > rank_ && peer < sockets_.size() && sockets_[peer] < 0) {
       sockets_[peer] = found;
     } else {
       close(found);
@@ -110,14 +110,14 @@ void Network::Run(std::size_t number, Exchange exchange) {
   if (!is_aborted_) {
     lock.unlock();
     std::vector<Transfer> transfers(sockets_.size());
-    bool is_sound = CopyOwn(&exchange);
+    bool is_ok = CopyOwn(&exchange);
     for (std::size_t peer = 0; peer < sockets_.size(); ++peer) {
       transfers[peer].sends = std::move(exchange.sends[peer]);
       transfers[peer].receives = std::move(exchange.receives[peer]);
     }
-    is_sound = is_sound && Advance(&transfers);
+    is_ok = is_ok && Advance(&transfers);
     lock.lock();
-    if (!is_sound) turn_.wait(lock, [this] { return is_aborted_; });
+    if (!is_ok) turn_.wait(lock, [this] { return is_aborted_; });
   }
   ++num_done_;
   turn_.notify_all();

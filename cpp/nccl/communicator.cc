@@ -9,22 +9,23 @@
 namespace zcomm::nccl {
 namespace {
 
-constexpr auto kLookEvery = std::chrono::milliseconds(100);
-constexpr auto kPollEvery = std::chrono::microseconds(200);
+constexpr auto kWatchInterval = std::chrono::milliseconds(100);
+constexpr auto kPollInterval = std::chrono::microseconds(200);
 
 // Marks, while it lives, that a call is being queued, which must be done by `deadline`.
 class Queueing {
  public:
   using Clock = std::chrono::steady_clock;
-  Queueing(std::atomic<Clock::rep>* queued_by, Clock::time_point deadline) : queued_by_(queued_by) {
-    queued_by->store(deadline.time_since_epoch().count());
+  Queueing(std::atomic<Clock::rep>* queueing_deadline, Clock::time_point deadline)
+      : queueing_deadline_(queueing_deadline) {
+    queueing_deadline->store(deadline.time_since_epoch().count());
   }
-  ~Queueing() { queued_by_->store(0); }
+  ~Queueing() { queueing_deadline_->store(0); }
   Queueing(const Queueing&) = delete;
   Queueing& operator=(const Queueing&) = delete;
 
  private:
-  std::atomic<Clock::rep>* queued_by_;
+  std::atomic<Clock::rep>* queueing_deadline_;
 };
 
 std::vector<Transport*> Pointers(const std::vector<std::unique_ptr<Transport>>& hops) {
@@ -47,7 +48,7 @@ Communicator::Communicator(std::shared_ptr<Device> device, std::shared_ptr<Kerne
   ZCOMM_CHECK(hops_.size() == 1 || hops_.size() == 2, "there must be one hop or two: hops=", hops_.size());
   workspace_free_ = device_->CreateEvent();
   try {
-    watch_ = std::thread([this] { Watch(); });
+    watch_thread_ = std::thread([this] { Watch(); });
   } catch (...) {
     device_->DestroyEvent(workspace_free_);
     throw;
@@ -61,10 +62,10 @@ Communicator::~Communicator() {
     is_closing_ = true;
   }
   closing_.notify_all();
-  watch_.join();
+  watch_thread_.join();
   Finish();
   FreeWorkspace();
-  for (const UnderWay& call : under_way_) device_->DestroyEvent(call.end);
+  for (const InFlight& call : in_flight_) device_->DestroyEvent(call.end);
   for (const Event event : idle_events_) device_->DestroyEvent(event);
   device_->DestroyEvent(workspace_free_);
 }
@@ -88,11 +89,11 @@ void Communicator::Run(const BytesCall& call, const Place& place) {
 void Communicator::RunPlan(const char* name, const Plan& plan, const Place& place, Flow flow) {
   const std::lock_guard<std::mutex> lock(mutex_);
   const auto deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(timeout_);
-  const Queueing queueing(&queued_by_, deadline);
+  const Queueing queueing(&queueing_deadline_, deadline);
   const bool is_captured = device_->IsCapturing(place.stream);
-  if (!is_captured) Look();  // queries events, which would invalidate a capture
+  if (!is_captured) Poll();  // queries events, which would invalidate a capture
   ThrowIfFailed();
-  if (under_way_.empty()) oldest_flow_ = flow;
+  if (in_flight_.empty()) oldest_flow_ = flow;
   ZCOMM_CHECK(place.workspace == nullptr ? !is_captured || plan.slot_nbytes == 0
                                          : place.workspace_nbytes >= plan.workspace_nbytes(),
               name, " needs a workspace of ", plan.workspace_nbytes(), " bytes while its stream is captured, got ",
@@ -110,11 +111,11 @@ void Communicator::RunPlan(const char* name, const Plan& plan, const Place& plac
     if (is_captured) return;  // an event recorded in a capture cannot be queried: no deadline is kept
     if (idle_events_.empty()) idle_events_.push_back(device_->CreateEvent());
     device_->Record(idle_events_.back(), place.stream);
-    under_way_.push_back({idle_events_.back(), deadline, name, flow});
+    in_flight_.push_back({idle_events_.back(), deadline, name, flow});
     idle_events_.pop_back();
   } catch (const std::exception& error) {
     Fail(!is_stuck_              ? std::string(name) + " failed: " + error.what()
-         : stuck_reason_.empty() ? LateText(name)
+         : stuck_reason_.empty() ? TimeoutText(name)
                                  : stuck_reason_);
     ThrowIfFailed();
   }
@@ -147,7 +148,7 @@ void Communicator::FreeWorkspace() noexcept {
 
 void Communicator::Check() {
   const std::lock_guard<std::mutex> lock(mutex_);
-  Look();
+  Poll();
   ThrowIfFailed();
 }
 
@@ -161,14 +162,15 @@ std::string Communicator::Finish() {
 }
 
 void Communicator::Abort(const std::string& reason) {
-  // The mutex may be held by a call that hangs. Try for a while, as an orderly abort is better, then abort under it.
-  const auto deadline = Clock::now() + kLookEvery;
+  // The mutex may be held by a call that hangs. Try for a while, because an abort under the mutex is safer;
+  // then abort without it.
+  const auto deadline = Clock::now() + kWatchInterval;
   do {
     const std::unique_lock<std::mutex> lock(mutex_, std::try_to_lock);
     if (lock.owns_lock()) return Fail(reason);
-    std::this_thread::sleep_for(kPollEvery);
+    std::this_thread::sleep_for(kPollInterval);
   } while (Clock::now() < deadline);
-  AbortUnderCall(reason);
+  AbortWhileQueueing(reason);
 }
 
 void Communicator::Fail(const std::string& reason) noexcept {
@@ -190,13 +192,13 @@ void Communicator::ThrowIfFailed() const {
 }
 
 // Removes completed calls. Fails if one is past its deadline, or if NCCL reports an error. Requires mutex_.
-void Communicator::Look() {
+void Communicator::Poll() {
   if (!failure_.empty()) return;
   try {
-    while (!under_way_.empty() && device_->IsDone(under_way_.front().end)) {
-      idle_events_.push_back(under_way_.front().end);
-      under_way_.pop_front();
-      if (!under_way_.empty()) oldest_flow_ = under_way_.front().flow;
+    while (!in_flight_.empty() && device_->IsDone(in_flight_.front().end)) {
+      idle_events_.push_back(in_flight_.front().end);
+      in_flight_.pop_front();
+      if (!in_flight_.empty()) oldest_flow_ = in_flight_.front().flow;
     }
     for (const auto& hop : hops_) {
       const std::string error = hop->AsyncError();
@@ -205,35 +207,36 @@ void Communicator::Look() {
   } catch (const std::exception& error) {
     return Fail(error.what());
   }
-  if (!under_way_.empty() && Clock::now() > under_way_.front().deadline) {
-    Fail(LateText(under_way_.front().name));
+  if (!in_flight_.empty() && Clock::now() > in_flight_.front().deadline) {
+    Fail(TimeoutText(in_flight_.front().name));
   }
 }
 
 void Communicator::Watch() {
-  const auto pause = std::min<Clock::duration>(kLookEvery, std::chrono::duration_cast<Clock::duration>(timeout_ / 4));
+  const auto pause =
+      std::min<Clock::duration>(kWatchInterval, std::chrono::duration_cast<Clock::duration>(timeout_ / 4));
   std::unique_lock<std::mutex> closing(closing_mutex_);
   while (!closing_.wait_for(closing, pause, [this] { return is_closing_; })) {
     // Only try: a call that hangs holds the mutex, and this thread is the one to abort it.
     const std::unique_lock<std::mutex> lock(mutex_, std::try_to_lock);
     if (lock.owns_lock()) {
-      Look();
+      Poll();
     } else {
-      EndStuckCall();
+      AbortIfQueueingTimedOut();
     }
   }
 }
 
-void Communicator::EndStuckCall() {
-  const Clock::rep queued_by = queued_by_.load();
-  if (queued_by != 0 && Clock::now().time_since_epoch().count() >= queued_by) AbortUnderCall("");
+void Communicator::AbortIfQueueingTimedOut() {
+  const Clock::rep queueing_deadline = queueing_deadline_.load();
+  if (queueing_deadline != 0 && Clock::now().time_since_epoch().count() >= queueing_deadline) AbortWhileQueueing("");
 }
 
 // The thread that queues a call holds mutex_. It may hang in CUDA (the stream's queue is full because a peer has died),
 // in NCCL (which connects at the first use), or in waiting for earlier calls. This aborts NCCL from another thread: the
 // abort flag ends the kernels and waits that the call hangs in. NCCL documents this for nonblocking communicators only,
 // but there is no other way out (test: CheckStuckCalls).
-void Communicator::AbortUnderCall(const std::string& reason) {
+void Communicator::AbortWhileQueueing(const std::string& reason) {
   {
     const std::lock_guard<std::mutex> lock(stuck_mutex_);
     if (is_stuck_) return;
@@ -243,15 +246,15 @@ void Communicator::AbortUnderCall(const std::string& reason) {
   AbortHops();
 }
 
-std::string Communicator::LateText(const char* name) const {
+std::string Communicator::TimeoutText(const char* name) const {
   return std::string(name) + " timed out after " + std::to_string(timeout_.count()) + " s";
 }
 
 // Waits until all calls are complete. Returns false if the deadline passes or the communicator fails. Requires mutex_.
 bool Communicator::DrainUntil(Clock::time_point deadline) {
-  for (Look(); failure_.empty() && !under_way_.empty(); Look()) {
+  for (Poll(); failure_.empty() && !in_flight_.empty(); Poll()) {
     if (is_stuck_ || Clock::now() > deadline) return false;
-    std::this_thread::sleep_for(kPollEvery);
+    std::this_thread::sleep_for(kPollInterval);
   }
   return failure_.empty();
 }

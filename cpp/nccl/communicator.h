@@ -25,8 +25,8 @@ namespace zcomm::nccl {
 //
 // Errors: the communicator fails when a call fails, when NCCL reports an error later, and when a call is not complete
 // `timeout` after it was queued. Then everything in flight is aborted, its results are undefined, and every later call
-// throws std::runtime_error with the first error. Other ranks notice through their own NCCL, or their own timeout. If
-// queueing itself hangs, because CUDA or NCCL does not return, the watch thread aborts in the same way.
+// throws std::runtime_error with the first error. Other ranks learn of it through their own NCCL, or their own timeout.
+// If queueing itself hangs, because CUDA or NCCL does not return, the watch thread aborts in the same way.
 //
 // Thread-safe: calls from several threads are queued one after the other. All ranks must make the same calls in the
 // same order.
@@ -54,7 +54,7 @@ class Communicator {
     return MakePlan(call, parts_).workspace_nbytes();
   }
 
-  // Looks for errors and for calls past their deadline, and throws what it finds. The watch thread also looks, every
+  // Polls for errors and for calls past their deadline, and throws the first error. The watch thread also polls, every
   // 100 ms or more often.
   void Check();
   // Waits until all calls are complete, or aborts them after `timeout`. Returns the error; empty if there is none.
@@ -67,7 +67,7 @@ class Communicator {
   using Clock = std::chrono::steady_clock;
   // Which of two hops a call uses first: the one inside the node (outward), or the one between nodes (inward).
   enum class Flow { kOutward, kInward };
-  struct UnderWay {
+  struct InFlight {
     Event end;
     Clock::time_point deadline;
     const char* name;
@@ -79,11 +79,11 @@ class Communicator {
   void FreeWorkspace() noexcept;
   void Fail(const std::string& reason) noexcept;
   void AbortHops() noexcept;
-  void Look();
+  void Poll();
   void Watch();
-  void EndStuckCall();
-  void AbortUnderCall(const std::string& reason);
-  std::string LateText(const char* name) const;
+  void AbortIfQueueingTimedOut();
+  void AbortWhileQueueing(const std::string& reason);
+  std::string TimeoutText(const char* name) const;
   bool DrainUntil(Clock::time_point deadline);
   void ThrowIfFailed() const;
 
@@ -103,24 +103,24 @@ class Communicator {
   std::uint8_t* workspace_ = nullptr;
   std::size_t workspace_nbytes_ = 0;
   std::vector<void*> registrations_;  // of the workspace, by hop
-  std::deque<UnderWay> under_way_;    // calls in flight, oldest first
-  // Of the oldest call in flight, or of the one being queued. Atomic: AbortUnderCall reads it without mutex_.
+  std::deque<InFlight> in_flight_;    // calls in flight, oldest first
+  // Of the oldest call in flight, or of the one being queued. Atomic: AbortWhileQueueing reads it without mutex_.
   std::atomic<Flow> oldest_flow_{Flow::kOutward};
   std::vector<Event> idle_events_;
   std::string failure_;  // the first error; empty if there is none
 
   // The watch thread and Abort() use the following while another thread hangs in a call and holds mutex_.
-  std::atomic<Clock::rep> queued_by_{0};  // deadline of the call that is being queued; 0: there is none
-  std::atomic<bool> is_stuck_{false};     // that call has been aborted: it was late, or Abort() did not wait for it
-  std::mutex stuck_mutex_;                // the first of several aborts gives the reason
-  std::string stuck_reason_;              // does not change once is_stuck_; empty: the call was late
+  std::atomic<Clock::rep> queueing_deadline_{0};  // deadline of the call that is being queued; 0: there is none
+  std::atomic<bool> is_stuck_{false};  // that call has been aborted: it timed out, or Abort() did not wait for it
+  std::mutex stuck_mutex_;             // the first of several aborts gives the reason
+  std::string stuck_reason_;           // does not change once is_stuck_; empty: the call timed out
 
   std::mutex closing_mutex_;  // of is_closing_ alone: the watch thread sleeps on it while calls hold mutex_
   bool is_closing_ = false;
   std::condition_variable closing_;
-  // Notices errors and late calls while no thread calls: a rank that waits on the GPU's stream would otherwise never
+  // Detects errors and timeouts while no thread calls: a rank that waits on the GPU's stream would otherwise never
   // learn that a peer has failed.
-  std::thread watch_;
+  std::thread watch_thread_;
 };
 
 }  // namespace zcomm::nccl

@@ -47,8 +47,8 @@ class HostDevice final : public Device {
   }
 };
 
-// Queues `decode`. If it refuses a message with a wrong trailer, *is_valid becomes 0, as on a GPU: nobody could catch
-// an exception on the stream's thread.
+// Queues `decode`. If it refuses a message with a wrong trailer, *is_valid becomes 0, as on a GPU: no caller could
+// catch an exception on the stream's thread.
 template <class Call>
 void QueueDecoding(std::int32_t* is_valid, Stream stream, const Call& decode) {
   Of(stream)->Queue([=] {

@@ -9,7 +9,7 @@ namespace zcomm::nccl {
 namespace {
 
 constexpr auto kSpinFor = std::chrono::microseconds(200);
-constexpr auto kPollEvery = std::chrono::microseconds(20);  // after that
+constexpr auto kPollInterval = std::chrono::microseconds(20);  // after that
 
 bool IsFine(Result result) { return result == Result::kSuccess || result == Result::kInProgress; }
 
@@ -43,7 +43,7 @@ void NcclTransport::Join(const UniqueId& id) {
   config.blocking = 0;
   const int size = static_cast<int>(size_);
   const Result result = nccl_.comm_init_rank_config(&joined_, size, id, static_cast<int>(rank_), &config);
-  Settle(joined_, result, "ncclCommInitRankConfig");
+  WaitUntilComplete(joined_, result, "ncclCommInitRankConfig");
 }
 
 // The second communicator has its own config (blocking). The split is complete when the first one says so. Only then
@@ -51,8 +51,8 @@ void NcclTransport::Join(const UniqueId& id) {
 void NcclTransport::SplitOff() {
   Config config;
   config.blocking = 1;
-  Settle(joined_, nccl_.comm_split(joined_, 0, static_cast<int>(rank_), &split_, &config), "ncclCommSplit");
-  Settle(joined_, nccl_.comm_finalize(joined_), "ncclCommFinalize");
+  WaitUntilComplete(joined_, nccl_.comm_split(joined_, 0, static_cast<int>(rank_), &split_, &config), "ncclCommSplit");
+  WaitUntilComplete(joined_, nccl_.comm_finalize(joined_), "ncclCommFinalize");
   nccl_.comm_destroy(joined_);
   joined_ = std::exchange(split_, nullptr);
 }
@@ -61,8 +61,9 @@ NcclTransport::~NcclTransport() {
   const Comm comm = comm_;
   if (comm == nullptr) return;
   try {
-    Settle(InTime([nccl = nccl_, comm] { return nccl.comm_finalize(comm); }, "ncclCommFinalize"), "ncclCommFinalize");
-    InTime([nccl = nccl_, comm] { return nccl.comm_destroy(comm); }, "ncclCommDestroy");
+    WaitUntilComplete(RunWithTimeout([nccl = nccl_, comm] { return nccl.comm_finalize(comm); }, "ncclCommFinalize"),
+                      "ncclCommFinalize");
+    RunWithTimeout([nccl = nccl_, comm] { return nccl.comm_destroy(comm); }, "ncclCommDestroy");
   } catch (const std::exception&) {  // other ranks may have died: destroying waits for them, aborting does not
     Abort();
   }
@@ -71,7 +72,7 @@ NcclTransport::~NcclTransport() {
 void NcclTransport::Gather(const void* send, void* receive, std::size_t stride_nbytes, std::size_t nbytes,
                            Stream stream) {
   if (stride_nbytes == nbytes) {
-    return Settle(nccl_.all_gather(send, receive, nbytes, DataType::kUint8, comm_, stream), "ncclAllGather");
+    return WaitUntilComplete(nccl_.all_gather(send, receive, nbytes, DataType::kUint8, comm_, stream), "ncclAllGather");
   }
   auto* rows = static_cast<std::uint8_t*>(receive);
   InGroup("ncclSend and ncclRecv", [&](const auto& check) {
@@ -102,14 +103,14 @@ void NcclTransport::Exchange(const Parts& send, const Parts& receive, std::size_
 // otherwise be added to it and never start.
 template <class Call>
 void NcclTransport::InGroup(const char* name, const Call& call) {
-  Settle(nccl_.group_start(), "ncclGroupStart");
+  WaitUntilComplete(nccl_.group_start(), "ncclGroupStart");
   Result failed = Result::kSuccess;
   call([&](Result result) {
     if (IsFine(failed) && !IsFine(result)) failed = result;
   });
   const Result ended = nccl_.group_end();
   if (!IsFine(failed)) throw std::runtime_error(Text(failed, name));
-  Settle(ended, "ncclGroupEnd");
+  WaitUntilComplete(ended, "ncclGroupEnd");
 }
 
 std::string NcclTransport::AsyncError() {
@@ -129,7 +130,7 @@ void NcclTransport::Abort() noexcept {
 void* NcclTransport::Register(void* data, std::size_t nbytes) {
   if (nccl_.comm_register == nullptr) return nullptr;
   void* registration = nullptr;
-  Settle(nccl_.comm_register(comm_, data, nbytes, &registration), "ncclCommRegister");
+  WaitUntilComplete(nccl_.comm_register(comm_, data, nbytes, &registration), "ncclCommRegister");
   return registration;
 }
 
@@ -138,7 +139,7 @@ void NcclTransport::Deregister(void* registration) noexcept {
   if (comm != nullptr) nccl_.comm_deregister(comm, registration);
 }
 
-void NcclTransport::Settle(Comm comm, Result result, const char* call) {
+void NcclTransport::WaitUntilComplete(Comm comm, Result result, const char* call) {
   const auto begin = std::chrono::steady_clock::now();
   while (result == Result::kInProgress) {
     Result state = Result::kSuccess;
@@ -146,13 +147,13 @@ void NcclTransport::Settle(Comm comm, Result result, const char* call) {
     if (result == Result::kSuccess) result = state;
     if (result != Result::kInProgress) break;
     const auto waited = std::chrono::steady_clock::now() - begin;
-    if (waited > timeout_) throw std::runtime_error(LateText(call));
-    if (waited > kSpinFor) std::this_thread::sleep_for(kPollEvery);
+    if (waited > timeout_) throw std::runtime_error(TimeoutText(call));
+    if (waited > kSpinFor) std::this_thread::sleep_for(kPollInterval);
   }
   if (result != Result::kSuccess) throw std::runtime_error(Text(result, call));
 }
 
-Result NcclTransport::InTime(std::function<Result()> work, const char* call) const {
+Result NcclTransport::RunWithTimeout(std::function<Result()> work, const char* call) const {
   std::packaged_task<Result()> task([enter = enter_, work = std::move(work)] {
     enter();
     return work();
@@ -160,11 +161,11 @@ Result NcclTransport::InTime(std::function<Result()> work, const char* call) con
   std::future<Result> result = task.get_future();
   // Detached, and with copies of all it uses: a thread that hangs in NCCL cannot be joined, and outlives this object.
   std::thread(std::move(task)).detach();
-  if (result.wait_for(timeout_) != std::future_status::ready) throw std::runtime_error(LateText(call));
+  if (result.wait_for(timeout_) != std::future_status::ready) throw std::runtime_error(TimeoutText(call));
   return result.get();
 }
 
-std::string NcclTransport::LateText(const char* call) const {
+std::string NcclTransport::TimeoutText(const char* call) const {
   return std::string(call) + " timed out after " + std::to_string(timeout_.count()) +
          " s: check that all ranks make the same call";
 }

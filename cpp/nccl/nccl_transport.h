@@ -53,14 +53,14 @@ class NcclTransport final : public Transport {
   void SplitOff();
   // Waits until `result`, which `call` returned for `comm`, is no longer kInProgress. Throws unless it is then
   // kSuccess.
-  void Settle(Comm comm, Result result, const char* call);
-  void Settle(Result result, const char* call) { Settle(comm_, result, call); }
+  void WaitUntilComplete(Comm comm, Result result, const char* call);
+  void WaitUntilComplete(Result result, const char* call) { WaitUntilComplete(comm_, result, call); }
   // Runs `work` on a new thread and returns its result. Throws if it does not return before the timeout: it may block.
-  Result InTime(std::function<Result()> work, const char* call) const;
+  Result RunWithTimeout(std::function<Result()> work, const char* call) const;
   template <class Call>
   void InGroup(const char* name, const Call& call);
   std::string Text(Result result, const char* call) const;
-  std::string LateText(const char* call) const;
+  std::string TimeoutText(const char* call) const;
 
   const Functions& nccl_;
   std::size_t size_;

@@ -54,7 +54,7 @@ struct Draft {
   }
   // `count` contiguous messages that this rank will receive over `hop`, for the kernel that encodes what the hop sends:
   // it zeroes their trailers (see cuda::Expected; test: CheckShortMessages). Messages of a cast codec have none.
-  Expected Coming(std::size_t hop, std::uint8_t* data, std::size_t count) const {
+  Expected ExpectedMessages(std::size_t hop, std::uint8_t* data, std::size_t count) const {
     return IsBlockCodec(sizes.wires[hop].codec) ? Expected{data, count} : Expected{};
   }
   // `count` contiguous messages of `layout`.
@@ -143,10 +143,10 @@ Plan ForwardedGather(const Draft& draft, const GatherCall& call) {
   stages.push_back({false, [=](const Chunk& chunk, Stream stream) {
                       const MessageLayout layout = draft.Layout(0, 1, chunk.numel);
                       std::uint8_t* own = chunk.slot + messages + (own_locals + first->rank()) * layout.nbytes;
-                      draft.kernels->Quantize(layout,
-                                              {call.input_dtype, At(call.input, call.input_dtype, chunk.begin), 0, 0},
-                                              draft.Out(layout, 0, chunk, own, 1),
-                                              draft.Coming(0, chunk.slot + messages, draft.num_ranks()), stream);
+                      draft.kernels->Quantize(
+                          layout, {call.input_dtype, At(call.input, call.input_dtype, chunk.begin), 0, 0},
+                          draft.Out(layout, 0, chunk, own, 1),
+                          draft.ExpectedMessages(0, chunk.slot + messages, draft.num_ranks()), stream);
                     }});
   stages.push_back({true, [=](const Chunk& chunk, Stream stream) {
                       const std::size_t nbytes = draft.Layout(0, 1, chunk.numel).nbytes;
@@ -185,7 +185,7 @@ Plan RecodedGather(const Draft& draft, const GatherCall& call) {
     const MessageLayout layout = draft.Layout(0, 1, chunk.numel);
     draft.kernels->Quantize(layout, {call.input_dtype, At(call.input, call.input_dtype, chunk.begin), 0, 0},
                             draft.Out(layout, 0, chunk, chunk.slot + of_nodes + inter->rank() * layout.nbytes, 1),
-                            draft.Coming(0, chunk.slot + of_nodes, nodes), stream);
+                            draft.ExpectedMessages(0, chunk.slot + of_nodes, nodes), stream);
   };
   const auto gather_nodes = [=](const Chunk& chunk, Stream stream) {
     const std::size_t nbytes = draft.Layout(0, 1, chunk.numel).nbytes;
@@ -201,7 +201,7 @@ Plan RecodedGather(const Draft& draft, const GatherCall& call) {
                           {between, decoded, chunk.numel, 0}, draft.is_valid, stream);
     if (is_direct) return;
     draft.kernels->Quantize(inside, {between, decoded, 0, chunk.numel}, draft.Out(inside, 1, chunk, own, 1),
-                            draft.Coming(1, chunk.slot + messages, intra->size()), stream);
+                            draft.ExpectedMessages(1, chunk.slot + messages, intra->size()), stream);
   };
   const auto gather_locals = [=](const Chunk& chunk, Stream stream) {
     const std::size_t nbytes = draft.Layout(1, nodes, chunk.numel).nbytes;
@@ -231,7 +231,7 @@ Plan OneHopReduce(const Draft& draft, const ReduceCall& call) {
     const MessageLayout layout = draft.Layout(0, 1, chunk.numel);
     draft.kernels->Quantize(layout, {rows.dtype, At(rows.data, rows.dtype, chunk.begin), rows.local_stride, 0},
                             draft.Out(layout, 0, chunk, chunk.slot + sending, hop->size()),
-                            draft.Coming(0, chunk.slot + received, hop->size()), stream);
+                            draft.ExpectedMessages(0, chunk.slot + received, hop->size()), stream);
   };
   const auto transfer = [=](const Chunk& chunk, Stream stream) {
     const std::size_t nbytes = draft.Layout(0, 1, chunk.numel).nbytes;
@@ -270,7 +270,7 @@ Plan TwoHopReduce(const Draft& draft, const ReduceCall& call) {
     draft.kernels->Quantize(layout,
                             {rows.dtype, At(rows.data, rows.dtype, chunk.begin), rows.local_stride, rows.node_stride},
                             draft.Out(layout, 0, chunk, chunk.slot + sending, intra->size()),
-                            draft.Coming(0, chunk.slot + received, intra->size()), stream);
+                            draft.ExpectedMessages(0, chunk.slot + received, intra->size()), stream);
   };
   const auto inside = [=](const Chunk& chunk, Stream stream) {
     const std::size_t nbytes = draft.Layout(0, nodes, chunk.numel).nbytes;
@@ -281,7 +281,8 @@ Plan TwoHopReduce(const Draft& draft, const ReduceCall& call) {
     const MessageLayout between = draft.Layout(1, 1, chunk.numel);
     draft.kernels->DecodeSumRequantize(layout, draft.In(layout, 0, chunk, chunk.slot + received, intra->size()),
                                        between, draft.Out(between, 1, chunk, chunk.slot + partial, nodes),
-                                       draft.Coming(1, chunk.slot + received_between, nodes), draft.is_valid, stream);
+                                       draft.ExpectedMessages(1, chunk.slot + received_between, nodes), draft.is_valid,
+                                       stream);
   };
   const auto across = [=](const Chunk& chunk, Stream stream) {
     const std::size_t nbytes = draft.Layout(1, 1, chunk.numel).nbytes;
@@ -307,7 +308,7 @@ Plan OneHopExchange(const Draft& draft, const ExchangeCall& call) {
     const MessageLayout layout = draft.Layout(0, 1, chunk.numel);
     draft.kernels->Quantize(layout, {rows.dtype, At(rows.data, rows.dtype, chunk.begin), rows.local_stride, 0},
                             draft.Out(layout, 0, chunk, chunk.slot + sending, hop->size()),
-                            draft.Coming(0, chunk.slot + received, hop->size()), stream);
+                            draft.ExpectedMessages(0, chunk.slot + received, hop->size()), stream);
   };
   const auto transfer = [=](const Chunk& chunk, Stream stream) {
     const std::size_t nbytes = draft.Layout(0, 1, chunk.numel).nbytes;
@@ -322,13 +323,13 @@ Plan OneHopExchange(const Draft& draft, const ExchangeCall& call) {
 
 // Quantizes rows into messages [local ranks][nodes], in one launch for each local rank.
 void QuantizeByLocal(const Draft& draft, const MessageLayout& layout, const Chunk& chunk, const CallRows& rows,
-                     std::uint8_t* messages, const Expected& coming, Stream stream) {
+                     std::uint8_t* messages, const Expected& expected, Stream stream) {
   const std::size_t nodes = draft.hops[1]->size();
   const std::uint8_t* data = At(rows.data, rows.dtype, chunk.begin);
   for (std::size_t local = 0; local < draft.hops[0]->size(); ++local) {
     draft.kernels->Quantize(layout, {rows.dtype, At(data, rows.dtype, local * rows.local_stride), rows.node_stride, 0},
                             draft.Out(layout, 0, chunk, messages + local * nodes * layout.nbytes, nodes),
-                            local == 0 ? coming : Expected{}, stream);
+                            local == 0 ? expected : Expected{}, stream);
   }
 }
 
@@ -359,7 +360,7 @@ Plan TwoHopExchange(const Draft& draft, const ExchangeCall& call) {
   const auto quantize = [=](const Chunk& chunk, Stream stream) {
     const MessageLayout layout = draft.Layout(0, 1, chunk.numel);
     QuantizeByLocal(draft, layout, chunk, call.input, chunk.slot + sending,
-                    draft.Coming(0, chunk.slot + received, is_forwarded ? 2 * count : count), stream);
+                    draft.ExpectedMessages(0, chunk.slot + received, is_forwarded ? 2 * count : count), stream);
   };
   const auto inside = [=](const Chunk& chunk, Stream stream) {
     const std::size_t nbytes = nodes * draft.Layout(0, 1, chunk.numel).nbytes;
@@ -378,7 +379,7 @@ Plan TwoHopExchange(const Draft& draft, const ExchangeCall& call) {
     if (is_direct) return;
     draft.kernels->Quantize(next, {between, decoded, chunk.numel, 0},
                             draft.Out(next, 1, chunk, chunk.slot + recoded, count),
-                            draft.Coming(1, arrived(chunk), count), stream);
+                            draft.ExpectedMessages(1, arrived(chunk), count), stream);
   };
   const auto across = [=](const Chunk& chunk, Stream stream) {
     const std::size_t nbytes = draft.Layout(1, 1, chunk.numel).nbytes;

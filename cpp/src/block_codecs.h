@@ -3,7 +3,8 @@
 //   Encoder<codec>  constructed from a block's scales; Codes(x), and RandomCodes(x, uniform) of int codecs, return the
 //                   codes of kLanes values in the low bits of the lanes
 //   Levels<codec>   Of() returns the unscaled values of the codes of 2 * kLanes elements, |level| <= kLargest; with
-//                   kIsSplit the even elements come first, then the odd ones
+//                   kIsSplit the even elements come first, then the odd ones. A level has at most 8 significant bits,
+//                   so that its product with a scale is exact
 
 template <Codec kCodec>
 struct Encoder;

@@ -26,6 +26,8 @@ template <Codec kCodec>
 constexpr std::size_t kCodeBits = CodeBits(kCodec);
 template <Codec kCodec>
 constexpr std::size_t kHeaderNbytes = HeaderNbytes(kCodec);
+template <Codec kCodec>
+constexpr bool kHasZeroPoint = HasZeroPoint(kCodec);
 
 // Size in bytes of the codes of `numel` elements.
 template <Codec kCodec>
@@ -74,12 +76,8 @@ constexpr BlockKernels MakeTable() {
   AddDecoder<Codec::kFloat32>(&table);
   AddDecoder<Codec::kBfloat16>(&table);
   AddDecoder<Codec::kFloat16>(&table);
-  AddBlockCodec<Codec::kInt8>(&table);
-  AddBlockCodec<Codec::kInt4>(&table);
-  AddBlockCodec<Codec::kNf4>(&table);
-  AddBlockCodec<Codec::kFp8E4m3>(&table);
-  AddBlockCodec<Codec::kInt8Asym>(&table);
-  AddBlockCodec<Codec::kInt4Asym>(&table);
+#define ZCOMM_CODEC(id, ...) AddBlockCodec<Codec::id>(&table);
+#include "zcomm/codecs.def"
   AddConversions<float>(&table, 0);
   AddConversions<Bfloat16>(&table, 1);
   AddConversions<Float16>(&table, 2);

@@ -110,7 +110,7 @@ int CheckedFile::Load(int descriptor, std::unique_ptr<CheckedFile>* file) {
   return error;
 }
 
-void CheckedFile::Keep(std::uint64_t first_page, const void* data, std::size_t num_pages) {
+void CheckedFile::RecordChecksums(std::uint64_t first_page, const void* data, std::size_t num_pages) {
   ForBatches(data, num_pages, [&](std::size_t at, const Batch& checksums, std::size_t count) {
     const std::lock_guard<std::mutex> lock(mutex_);
     std::copy_n(checksums.begin(), count, table() + first_page + at);
@@ -118,7 +118,7 @@ void CheckedFile::Keep(std::uint64_t first_page, const void* data, std::size_t n
   });
 }
 
-std::size_t CheckedFile::FirstWrong(std::uint64_t first_page, const void* data, std::size_t num_pages) {
+std::size_t CheckedFile::FirstMismatch(std::uint64_t first_page, const void* data, std::size_t num_pages) {
   std::size_t num_right = 0;
   ForBatches(data, num_pages, [&](std::size_t at, const Batch& checksums, std::size_t count) {
     const std::lock_guard<std::mutex> lock(mutex_);

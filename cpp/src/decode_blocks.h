@@ -37,7 +37,7 @@ struct Scaling {
   Scaling(const std::uint8_t* header, float largest_value) : limit(Splat(largest_value)), needs_clamp(false) {
     if constexpr (IsBlockCodec(kCodec)) {
       const float factor = LoadHeaderPart(header);
-      const float start = HasZeroPoint(kCodec) ? LoadHeaderPart(header + sizeof(Bfloat16)) : 0.0F;
+      const float start = kHasZeroPoint<kCodec> ? LoadHeaderPart(header + sizeof(Bfloat16)) : 0.0F;
       scale = Splat(factor);
       zero = Splat(start);
       needs_clamp = !(Magnitude(factor) * Levels<kCodec>::kLargest + Magnitude(start) <= largest_value);
@@ -49,14 +49,14 @@ struct Scaling {
   template <bool kClamp>
   F Value(F level) const {
     if constexpr (!IsBlockCodec(kCodec)) return level;
-    if constexpr (!kClamp) return HasZeroPoint(kCodec) ? MultiplyAdd(level, scale, zero) : level * scale;
-    return Clamp(HasZeroPoint(kCodec) ? zero + level * scale : level * scale, limit);
+    if constexpr (!kClamp) return kHasZeroPoint<kCodec> ? MultiplyAdd(level, scale, zero) : level * scale;
+    return Clamp(kHasZeroPoint<kCodec> ? zero + level * scale : level * scale, limit);
   }
 
   template <bool kClamp>
   F Added(F sum, F level) const {
     if constexpr (kClamp || !IsBlockCodec(kCodec)) return sum + Value<kClamp>(level);
-    return HasZeroPoint(kCodec) ? sum + MultiplyAdd(level, scale, zero) : MultiplyAdd(level, scale, sum);
+    return kHasZeroPoint<kCodec> ? sum + MultiplyAdd(level, scale, zero) : MultiplyAdd(level, scale, sum);
   }
 };
 

@@ -61,7 +61,7 @@ inline void ScaleTile(const T* x, std::size_t numel, std::size_t block, std::siz
                       std::uint8_t* headers) {
   constexpr auto kQMax = static_cast<float>(QMax(kCodec));
   std::int32_t high[kMaxBlocks];
-  if constexpr (HasZeroPoint(kCodec)) {
+  if constexpr (kHasZeroPoint<kCodec>) {
     std::int32_t low[kMaxBlocks];
     for (std::size_t i = 0; i < count; ++i) Extremes(x + i * block, Min(block, numel - i * block), &low[i], &high[i]);
     ComputeScalesAndZeros(low, high, count, kQMax, scales);

@@ -50,11 +50,11 @@ class Row {
     QuantizeRange(kernels_, layout_, 0, begin, begin + numel, DType::kFloat32, values, from, message_, workspace);
     DecodeSumRange(kernels_, layout_, {message_, 0, 1, 0}, 0, begin, begin + numel, kToFloat, terms, workspace);
     kernels_.subtract(values, terms, numel);
-    Keep(numel, values, codes, scales);
+    StoreResidual(numel, values, codes, scales);
   }
 
  private:
-  void Keep(std::size_t numel, const float* values, std::int8_t* codes, std::uint16_t* scales) {
+  void StoreResidual(std::size_t numel, const float* values, std::int8_t* codes, std::uint16_t* scales) {
     const std::size_t num_blocks = (numel + kResidualBlock - 1) / kResidualBlock;
     new_scales_.resize(num_blocks);
     new_codes_.resize(numel);
@@ -84,7 +84,7 @@ void CheckOutput(const MessageLayout& layout, const MutableMessages& output, con
   CheckThreads(num_threads);
   CheckMessages(layout, AsConst(output), "output");
   ZCOMM_CHECK(layout.num_segments == 1, "a residual has a row for each message: num_segments=", layout.num_segments);
-  ZCOMM_CHECK(MayKeepResidual(layout), "these messages cannot have a residual: block=", layout.block);
+  ZCOMM_CHECK(CanHaveResidual(layout), "these messages cannot have a residual: block=", layout.block);
   ZCOMM_CHECK(
       output.count == 0 || layout.segment_numel == 0 || (residual.codes != nullptr && residual.scales != nullptr),
       "the residual has no data");
@@ -112,7 +112,7 @@ void EncodeRows(const MessageLayout& layout, const MutableMessages& output, cons
 
 }  // namespace
 
-bool MayKeepResidual(const MessageLayout& layout) {
+bool CanHaveResidual(const MessageLayout& layout) {
   return IsBlockCodec(layout.codec) && (kResidualBlock % layout.block == 0 || layout.block % kResidualBlock == 0);
 }
 

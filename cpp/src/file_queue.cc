@@ -19,7 +19,7 @@ namespace zcomm {
 namespace {
 
 constexpr std::size_t kMaxRequests = 256;
-constexpr int kBegin = -EINTR;  // a result after which the operation is submitted (again)
+constexpr int kStart = -EINTR;  // a result after which the operation is submitted (again)
 
 std::uint64_t Start(std::uint64_t offset, const CheckedFile* checked) {
   return offset + (checked == nullptr ? 0 : CheckedFile::kDataOffset);
@@ -55,12 +55,12 @@ FileQueue::FileQueue(std::size_t num_requests, std::size_t request_nbytes, bool 
     for (std::size_t i = 0; i < num_requests; ++i) threads_.emplace_back([this] { Serve(); });
   } catch (const std::system_error& error) {  // a limit of threads or memory
     // Join the threads first: destroying a std::thread that is joinable ends the process.
-    EndThreads();
+    StopThreads();
     throw FileError(error.code().value(), "",
                     "cannot start thread " + std::to_string(threads_.size() + 1) + " of " +
                         std::to_string(ring_ ? 1 : num_requests) + " for files");
   } catch (...) {
-    EndThreads();
+    StopThreads();
     throw;
   }
 }
@@ -74,10 +74,10 @@ FileQueue::~FileQueue() {
     static_cast<void>(signals_.release());
     return;
   }
-  EndThreads();
+  StopThreads();
 }
 
-void FileQueue::EndThreads() {
+void FileQueue::StopThreads() {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     is_closing_ = true;
@@ -247,7 +247,7 @@ void FileQueue::ServeRing(std::vector<Request>* slots) {
   std::size_t num_moving = 0;
   std::unique_lock<std::mutex> lock(mutex_);
   const auto ended = [&](std::size_t slot, int result) {
-    if (MoveOn(slot, result, &(*slots)[slot])) --num_moving;
+    if (Continue(slot, result, &(*slots)[slot])) --num_moving;
   };
   while (!is_closing_ || num_moving > 0) {  // the kernel still writes to the buffers of requests in flight
     for (std::size_t slot = 0; slot < slots->size() && HasRequest(); ++slot) {
@@ -256,7 +256,7 @@ void FileQueue::ServeRing(std::vector<Request>* slots) {
       request = TakeRequest();
       lock.unlock();
       Prepare(request);
-      num_moving += MoveOn(slot, kBegin, &request) ? 0 : 1;
+      num_moving += Continue(slot, kStart, &request) ? 0 : 1;
       lock.lock();
     }
     lock.unlock();
@@ -267,7 +267,7 @@ void FileQueue::ServeRing(std::vector<Request>* slots) {
 
 // Continues the request in a slot after its last operation, whose `result` is as FileRing reports it: a short read or
 // write is continued where it stopped. Returns whether the request is complete; the slot is then free (0 bytes).
-bool FileQueue::MoveOn(std::size_t slot, int result, Request* request) {
+bool FileQueue::Continue(std::size_t slot, int result, Request* request) {
   int error = 0;
   if (result > 0) {
     request->moved_nbytes += static_cast<std::size_t>(result);
@@ -277,12 +277,13 @@ bool FileQueue::MoveOn(std::size_t slot, int result, Request* request) {
     }
   } else if (result == 0) {
     return End(request, request->is_write ? ENOSPC : ENODATA);
-  } else if (result != kBegin && result != -EAGAIN) {
+  } else if (result != kStart && result != -EAGAIN) {
     return End(request, -result);
   }
   const std::size_t moved = request->moved_nbytes;
-  error = ring_->Begin(slot, {request->descriptor, request->is_write, Start(request->offset, request->checked) + moved,
-                              request->data + moved, request->nbytes - moved});
+  error = ring_->StartOperation(
+      slot, {request->descriptor, request->is_write, Start(request->offset, request->checked) + moved,
+             request->data + moved, request->nbytes - moved});
   return error != 0 && End(request, error);
 }
 
@@ -295,14 +296,14 @@ bool FileQueue::End(Request* request, int error) {
 
 void FileQueue::Prepare(const Request& request) {
   if (request.checked == nullptr || !request.is_write) return;
-  request.checked->Keep(request.offset / kPageNbytes, request.data, request.nbytes / kPageNbytes);
+  request.checked->RecordChecksums(request.offset / kPageNbytes, request.data, request.nbytes / kPageNbytes);
 }
 
 int FileQueue::Verify(Request* request) {
   if (request->checked == nullptr || request->is_write) return 0;
   const std::uint64_t page = request->offset / kPageNbytes;
   request->moved_nbytes =
-      request->checked->FirstWrong(page, request->data, request->nbytes / kPageNbytes) * kPageNbytes;
+      request->checked->FirstMismatch(page, request->data, request->nbytes / kPageNbytes) * kPageNbytes;
   return request->moved_nbytes == request->nbytes ? 0 : EBADMSG;
 }
 

@@ -29,7 +29,7 @@ class UringRing : public FileRing {
     return has_ring_ && ListenForWake() == 0;
   }
 
-  int Begin(std::size_t slot, const Operation& of) override {
+  int StartOperation(std::size_t slot, const Operation& of) override {
     io_uring_sqe* entry = ::io_uring_get_sqe(&ring_);
     if (entry == nullptr) return EBUSY;  // never: there is an entry for each slot, and each is submitted at once
     const auto nbytes = static_cast<unsigned>(of.nbytes);
@@ -78,7 +78,7 @@ class UringRing : public FileRing {
   }
 
   // After a permanent error nothing more is submitted. An entry whose submission failed is still in the queue: a later
-  // submission would start it, and write to a buffer whose owner was told that the request had failed.
+  // submission would start it, and write to a buffer whose owner has already got an error for it.
   int Submit() {
     int submitted = -EINTR;
     while (broken_ == 0 && IsPassing(submitted)) submitted = ::io_uring_submit(&ring_);

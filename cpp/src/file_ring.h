@@ -8,8 +8,8 @@
 namespace zcomm {
 
 // io_uring, the kernel's queue of file operations, where liburing was found at build time and the kernel allows it.
-// One thread calls Begin and WaitForSome: the submission and completion queues have no lock. Any thread may call Wake.
-// Nothing is allocated after Make.
+// One thread calls StartOperation and WaitForSome: the submission and completion queues have no lock. Any thread may
+// call Wake. Nothing is allocated after Make.
 class FileRing {
  public:
   struct Operation {
@@ -26,7 +26,7 @@ class FileRing {
 
   // Starts an operation in a free slot, 0 to depth - 1. Its data must stay valid until it is complete. Returns errno,
   // or 0.
-  virtual int Begin(std::size_t slot, const Operation& operation) = 0;
+  virtual int StartOperation(std::size_t slot, const Operation& operation) = 0;
   // Returns when an operation is complete or Wake was called. Calls `ended` with the slot of each completed operation
   // and the bytes moved, or minus errno. `ended` may start another operation in that slot.
   virtual void WaitForSome(const std::function<void(std::size_t slot, int result)>& ended) = 0;

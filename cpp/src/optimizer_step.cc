@@ -89,8 +89,8 @@ class Tile {
     if (shard_.moment2 != nullptr) arrays.moment2 = Moment(shard_.moment2, begin, numel, moment2_);
     if (shard_.largest != nullptr) arrays.largest = shard_.largest + begin;
     kernels_.step[static_cast<std::size_t>(options_.rule)](options_, arrays, numel);
-    if (narrow) Keep(moment1_, 0, shard_.moment1, begin, numel);
-    if (narrow && shard_.moment2 != nullptr) Keep(moment2_, 1, shard_.moment2, begin, numel);
+    if (narrow) StoreMoment(moment1_, 0, shard_.moment1, begin, numel);
+    if (narrow && shard_.moment2 != nullptr) StoreMoment(moment2_, 1, shard_.moment2, begin, numel);
     if (shard_.out != nullptr) {
       Convert(DType::kFloat32, shard_.out_dtype, arrays.param, numel, ElementAt(shard_.out, shard_.out_dtype, begin));
     }
@@ -106,7 +106,7 @@ class Tile {
     return copy;
   }
 
-  void Keep(const float* values, std::uint32_t which, void* moment, std::size_t begin, std::size_t numel) {
+  void StoreMoment(const float* values, std::uint32_t which, void* moment, std::size_t begin, std::size_t numel) {
     Draw draw = *draw_;
     draw.tensor += which;
     kernels_.uniform(draw, begin, numel, uniform_);

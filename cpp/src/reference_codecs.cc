@@ -16,10 +16,6 @@ constexpr std::uint32_t kTiny = 0x0D800000U;  // 2^-100
 constexpr std::uint16_t kNan = 0x7FC0;
 constexpr float kLargest = std::numeric_limits<float>::max();
 
-constexpr float kNf4Levels[16] = {-8.0F,       -5.5625F, -4.1875F,    -3.15625F,  -2.28125F, -1.4765625F,
-                                  -0.7265625F, 0.0F,     0.63671875F, 1.2890625F, 1.96875F,  2.703125F,
-                                  3.53125F,    4.5F,     5.78125F,    8.0F};
-
 std::uint32_t BitsOf(float value) {
   std::uint32_t bits = 0;
   std::memcpy(&bits, &value, sizeof(bits));
@@ -45,57 +41,25 @@ std::uint16_t RoundedDown(float value) {
   return static_cast<std::uint16_t>((bits >> 16) + (value < 0 && !is_exact ? 1 : 0));
 }
 
-int NearestNf4(float y) {
-  int code = 0;
-  while (code < 15 && (kNf4Levels[code] + kNf4Levels[code + 1]) / 2 < y) ++code;
-  return code;
-}
-
-double Fp8Magnitude(int code) {
-  const int exponent = code >> 3;
-  const int eighths = code & 7;
-  return exponent == 0 ? std::ldexp(eighths, -9) : std::ldexp(8 + eighths, exponent - 10);
-}
-
-int NearestFp8(float y) {
-  const double magnitude = std::fabs(static_cast<double>(y));
-  int below = 0;
-  for (int bit = 0x40; bit > 0; bit >>= 1) {
-    if (below + bit <= 0x7E && Fp8Magnitude(below + bit) <= magnitude) below += bit;
-  }
-  const double down = magnitude - Fp8Magnitude(below);
-  const double up = below < 0x7E ? Fp8Magnitude(below + 1) - magnitude : std::numeric_limits<double>::infinity();
-  const int best = below + (up < down || (up == down && below % 2 == 1) ? 1 : 0);
-  return y < 0 && best > 0 ? best | 0x80 : best;
-}
-
-float Rounded(float y, const float* uniform) {
-  if (uniform == nullptr) return std::nearbyint(y);
-  const float magnitude = std::fabs(y);
-  const float floor = std::floor(magnitude);
-  const bool is_up = *uniform < (magnitude - floor) * 16777216.0F;
-  return std::copysign(floor + (is_up ? 1.0F : 0.0F), y);
-}
-
 int CodeOf(Codec codec, float y, const float* uniform) {
-  if (codec == Codec::kNf4) return NearestNf4(y);
-  if (codec == Codec::kFp8E4m3) return NearestFp8(y);
-  const auto qmax = static_cast<float>(QMax(codec));
-  return static_cast<int>(std::clamp(Rounded(y, uniform), HasZeroPoint(codec) ? 0.0F : -qmax, qmax));
+  switch (codec) {
+#define ZCOMM_CODEC(id, ...) \
+  case Codec::id:            \
+    return CodeRef<Codec::id>(y, uniform);
+#include "zcomm/codecs.def"
+    default:
+      return 0;
+  }
 }
 
 float LevelOf(Codec codec, int code) {
   switch (codec) {
-    case Codec::kInt8:
-      return static_cast<float>(static_cast<std::int8_t>(code));
-    case Codec::kInt4:
-      return static_cast<float>((code & 0x0F) >= 8 ? (code & 0x0F) - 16 : code & 0x0F);
-    case Codec::kNf4:
-      return kNf4Levels[code & 0x0F];
-    case Codec::kFp8E4m3:
-      return static_cast<float>((code & 0x80) != 0 ? -Fp8Magnitude(code & 0x7F) : Fp8Magnitude(code & 0x7F));
+#define ZCOMM_CODEC(id, ...) \
+  case Codec::id:            \
+    return LevelRef<Codec::id>(code);
+#include "zcomm/codecs.def"
     default:
-      return static_cast<float>(code & (codec == Codec::kInt4Asym ? 0x0F : 0xFF));
+      return 0.0F;
   }
 }
 

@@ -65,7 +65,7 @@ class Moment {
     if (data_ != nullptr) values_[i] = value;
   }
 
-  void Keep(const std::optional<Draw>& draw) {
+  void Store(const std::optional<Draw>& draw) {
     if (data_ == nullptr) return;
     if (shard_.moment_dtype == DType::kFloat32) {
       for (std::size_t i = 0; i < shard_.numel; ++i) StoreElement(DType::kFloat32, data_, i, values_[i]);
@@ -105,8 +105,8 @@ void OptimizerStepRef(const StepOptions& options, const Shard& shard, const std:
     if (shard.largest != nullptr) shard.largest[i] = e.w;
     if (shard.out != nullptr) StoreElement(shard.out_dtype, shard.out, i, e.p);
   }
-  moment1.Keep(draw);
-  moment2.Keep(draw);
+  moment1.Store(draw);
+  moment2.Store(draw);
 }
 
 }  // namespace zcomm

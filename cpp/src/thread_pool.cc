@@ -19,7 +19,7 @@
 namespace zcomm {
 namespace {
 
-// More ranges than threads: if a thread starts late or is descheduled, the others take over most of its share.
+// More ranges than threads: if a thread starts late or is descheduled, the others do most of its share.
 constexpr std::size_t kRangesPerThread = 4;
 constexpr std::size_t kMaxWorkers = 255;
 

@@ -586,8 +586,9 @@ void CheckExpected() {
       for (std::size_t i = 0; i < count; ++i) std::memset(trailer(i), 0, kTrailerNbytes);
       const MutableMessages written{messages.data() + own * layout.nbytes, layout.nbytes, 1, kHash};
       QuantizeRef(layout, input, {expected.data() + own * layout.nbytes, layout.nbytes, 1, kHash}, nullptr);
-      const Expected coming{messages.data(), count};
-      RunQuantize(MakeQuantizeArguments(layout, WholeOf(layout), input, nullptr, nullptr, written, coming), &random);
+      const Expected expected_messages{messages.data(), count};
+      RunQuantize(MakeQuantizeArguments(layout, WholeOf(layout), input, nullptr, nullptr, written, expected_messages),
+                  &random);
       EXPECT(std::memcmp(messages.data(), expected.data(), nbytes) == 0, "codec %d, %zu messages, own %zu",
              static_cast<int>(codec), count, own);
 
@@ -596,7 +597,7 @@ void CheckExpected() {
       Buffer summed(layout.nbytes, 0);
       QuantizeRef(layout, input, {summed.data(), layout.nbytes, 1, kHash}, nullptr);
       RunRequantize(MakeRequantizeArguments(layout, WholeOf(layout), {summed.data(), layout.nbytes, 1, kHash}, layout,
-                                            written, nullptr, nullptr, coming),
+                                            written, nullptr, nullptr, expected_messages),
                     &random);
       for (std::size_t i = 0; i < count; ++i) {
         const std::uint8_t* at = messages.data() + i * layout.nbytes + layout.trailer_offset();

@@ -26,15 +26,15 @@ class EmulatedWarp {
   static int Lane() { return current_->lane_; }
 
   static std::uint32_t ShuffleXor(std::uint32_t word, int mask) {
-    return current_->Meet(word, mask)[static_cast<std::size_t>(Lane() ^ mask)];
+    return current_->Synchronize(word, mask)[static_cast<std::size_t>(Lane() ^ mask)];
   }
 
   static std::uint32_t ShuffleNext(std::uint32_t word) {
-    return current_->Meet(word, kNext)[static_cast<std::size_t>((Lane() + 1) % 32)];
+    return current_->Synchronize(word, kNext)[static_cast<std::size_t>((Lane() + 1) % 32)];
   }
 
   static std::uint32_t MaxOfWarp(std::uint32_t word) {
-    const auto& words = current_->Meet(word, kMax);
+    const auto& words = current_->Synchronize(word, kMax);
     return *std::max_element(words.begin(), words.end());
   }
 
@@ -121,7 +121,7 @@ class EmulatedWarp {
   }
 
   // Two buffers: a lane may write to the next collective's before others have read this one's.
-  const Words& Meet(std::uint32_t word, int argument) {
+  const Words& Synchronize(std::uint32_t word, int argument) {
     Words& words = words_[generation_ % 2];
     words[static_cast<std::size_t>(lane_)] = word;
     LaneState& lane = lanes_[static_cast<std::size_t>(lane_)];

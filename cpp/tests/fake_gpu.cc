@@ -35,7 +35,8 @@ void Checked(std::int32_t* is_valid, const Call& call) {
 
 }  // namespace
 
-FakeWorld::FakeWorld(std::uint32_t seed) : random_(seed), starved_(random_.Next()), thread_([this] { Serve(); }) {}
+FakeWorld::FakeWorld(std::uint32_t seed)
+    : random_(seed), starved_stream_(random_.Next()), thread_([this] { Serve(); }) {}
 
 FakeWorld::~FakeWorld() {
   {
@@ -46,19 +47,19 @@ FakeWorld::~FakeWorld() {
   thread_.join();
 }
 
-void FakeWorld::Hold() {
+void FakeWorld::Pause() {
   const std::lock_guard<std::mutex> lock(mutex_);
-  is_held_ = true;
+  is_paused_ = true;
 }
 
-void FakeWorld::Release() {
+void FakeWorld::Resume() {
   const std::lock_guard<std::mutex> lock(mutex_);
-  is_held_ = false;
+  is_paused_ = false;
   is_idle_ = false;
   changed_.notify_all();
 }
 
-void FakeWorld::Settle() {
+void FakeWorld::Synchronize() {
   std::unique_lock<std::mutex> lock(mutex_);
   changed_.wait(lock, [this] { return is_idle_; });
 }
@@ -129,7 +130,7 @@ void FakeWorld::BeginCapture(Stream stream) {
   graphs_.push_back(std::make_unique<std::vector<std::function<void()>>>());
   graph_ = graphs_.back().get();
   captures_ = std::this_thread::get_id();
-  spoiled_by_.clear();
+  invalidated_by_.clear();
   Of(stream)->is_captured = true;
 }
 
@@ -139,7 +140,7 @@ std::function<void()> FakeWorld::EndCapture(Stream stream) {
     if (each->rank == Of(stream)->rank) each->is_captured = false;
   }
   captures_ = std::thread::id();
-  if (!spoiled_by_.empty()) throw std::runtime_error("the capture has been invalidated by " + spoiled_by_);
+  if (!invalidated_by_.empty()) throw std::runtime_error("the capture has been invalidated by " + invalidated_by_);
   return [this, graph = std::exchange(graph_, nullptr)] {
     const std::lock_guard<std::mutex> replaying(mutex_);
     for (const auto& step : *graph) step();
@@ -161,7 +162,7 @@ void FakeWorld::MayFail(std::size_t rank, const char* name) {
 
 void FakeWorld::RefuseWhileCapturing(const char* name) {
   if (captures_ != std::this_thread::get_id()) return;
-  spoiled_by_ = name;
+  invalidated_by_ = name;
   throw std::runtime_error(std::string(name) + ": operation not permitted when stream is capturing");
 }
 
@@ -202,7 +203,7 @@ void FakeWorld::WaitEvent(Stream stream, FakeEvent* event) {
 FakeWorld::FakeStream* FakeWorld::Choose() {
   if (steps_until_new_priorities_ == 0) {
     for (const auto& stream : streams_) stream->priority = 1 + random_.Next() / 2;
-    if (!streams_.empty()) streams_[starved_ % streams_.size()]->priority = 0;
+    if (!streams_.empty()) streams_[starved_stream_ % streams_.size()]->priority = 0;
     steps_until_new_priorities_ = 1 + random_.Below(40);
   }
   FakeStream* chosen = nullptr;
@@ -217,17 +218,17 @@ FakeWorld::FakeStream* FakeWorld::Choose() {
 void FakeWorld::Serve() {
   std::unique_lock<std::mutex> lock(mutex_);
   while (!is_closing_) {
-    FakeStream* stream = is_held_ ? nullptr : Choose();
+    FakeStream* stream = is_paused_ ? nullptr : Choose();
     if (stream == nullptr) {
-      is_idle_ = !is_held_;
+      is_idle_ = !is_paused_;
       changed_.notify_all();
-      changed_.wait(lock, [this] { return is_closing_ || (!is_held_ && !is_idle_); });
+      changed_.wait(lock, [this] { return is_closing_ || (!is_paused_ && !is_idle_); });
       continue;
     }
     --steps_until_new_priorities_;
     const Operation operation = std::move(stream->queued.front());
     stream->queued.pop_front();
-    if (operation.is_kernel && ranks_[stream->rank].num_transfers_under_way > 0) ++num_overlaps_;
+    if (operation.is_kernel && ranks_[stream->rank].num_transfers_in_flight > 0) ++num_overlaps_;
     operation.run();
   }
 }
@@ -289,7 +290,7 @@ class FakeDevice final : public Device {
       const std::lock_guard<std::mutex> lock(world_->mutex_);
       EXPECT(world_->captures_ != std::this_thread::get_id(), "Free on a thread that captures");
     }
-    world_->Settle();
+    world_->Synchronize();
     const std::lock_guard<std::mutex> lock(world_->mutex_);
     --world_->num_alive_;
     std::free(data);
@@ -447,7 +448,7 @@ class FakeTransport final : public Transport {
   // Two operations: the start, when the sent data are read and the receive buffer becomes garbage; and, once all ranks
   // have started, the end, when it is written.
   void Transfer(const char* name, Stream stream, const std::function<std::vector<std::uint8_t>()>& read,
-                const std::function<void()>& spoil,
+                const std::function<void()>& overwrite,
                 const std::function<void(std::size_t, const std::vector<std::uint8_t>&, std::size_t)>& write) {
     const std::lock_guard<std::mutex> lock(world_->mutex_);
     const std::size_t own = ranks_[index_];
@@ -460,17 +461,17 @@ class FakeTransport final : public Transport {
       const std::size_t at = *aborted ? 0 : (*started)++;
       *number = at;
       return FakeWorld::Operation{nullptr, [=] {
-                                    ++world->ranks_[own].num_transfers_under_way;
+                                    ++world->ranks_[own].num_transfers_in_flight;
                                     if (*aborted) return;
                                     world->transfers_[{link, at}].sent[own] = read();
-                                    if (num_missing == 0) spoil();
+                                    if (num_missing == 0) overwrite();
                                   }};
     });
     world_->Enqueue(stream, [=, link = link_, ranks = ranks_, aborted = is_aborted_] {
       const std::size_t at = *number;
       return FakeWorld::Operation{[=] { return *aborted || world->transfers_[{link, at}].sent.size() == ranks.size(); },
                                   [=] {
-                                    --world->ranks_[own].num_transfers_under_way;
+                                    --world->ranks_[own].num_transfers_in_flight;
                                     if (*aborted) return;
                                     for (std::size_t i = 0; i < ranks.size(); ++i)
                                       write(i, world->transfers_[{link, at}].sent[ranks[i]], num_missing);

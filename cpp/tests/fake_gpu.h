@@ -26,11 +26,11 @@ class FakeWorld {
   explicit FakeWorld(std::uint32_t seed);
   ~FakeWorld();
 
-  // While held, nothing runs, as on a GPU that is far behind its host.
-  void Hold();
-  void Release();
+  // While paused, nothing runs, as on a GPU that is far behind its host.
+  void Pause();
+  void Resume();
   // Waits until no work is left that could run.
-  void Settle();
+  void Synchronize();
 
   // The `number`-th call (from 0) of rank `rank` that may fail throws "injected failure in NAME".
   void FailAt(std::size_t rank, std::size_t number);
@@ -106,7 +106,7 @@ class FakeWorld {
     std::size_t forget_at = SIZE_MAX;
     std::size_t num_transfers = 0;
     std::size_t shorten_at = SIZE_MAX;
-    std::size_t num_transfers_under_way = 0;
+    std::size_t num_transfers_in_flight = 0;
     std::string async_error;
   };
 
@@ -123,18 +123,18 @@ class FakeWorld {
   std::mutex mutex_;
   std::condition_variable changed_;
   Random random_;
-  std::uint32_t starved_;  // the stream that runs only when no other can
+  std::uint32_t starved_stream_;  // the stream that runs only when no other can
   std::vector<std::unique_ptr<FakeStream>> streams_;
   std::map<std::size_t, OfRank> ranks_;
   std::map<std::pair<int, std::size_t>, Transfer> transfers_;  // by link and number
   std::vector<std::function<void()>>* graph_ = nullptr;
   std::thread::id captures_;  // no thread: none
-  std::string spoiled_by_;
+  std::string invalidated_by_;
   std::vector<std::unique_ptr<std::vector<std::function<void()>>>> graphs_;
   std::size_t num_overlaps_ = 0;
   std::size_t num_alive_ = 0;
   std::size_t steps_until_new_priorities_ = 0;
-  bool is_held_ = false;
+  bool is_paused_ = false;
   bool is_idle_ = true;
   bool is_closing_ = false;
   std::thread thread_;

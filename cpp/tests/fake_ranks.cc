@@ -15,11 +15,11 @@ constexpr std::uint8_t kGarbage = 0xEE;
 }  // namespace
 
 FakeRanks::FakeRanks(FakeWorld* world, const Case& c, double timeout_s) : world_(world), case_(c) {
-  Renew();
+  NewRound();
   for (std::size_t rank = 0; rank < c.num_ranks(); ++rank) communicators_.push_back(MakeCommunicator(rank, timeout_s));
 }
 
-void FakeRanks::Renew() {
+void FakeRanks::NewRound() {
   const std::vector<Bytes> inputs = MakeInputs(case_, static_cast<std::uint32_t>(rounds_.size()));
   Round round;
   for (std::size_t rank = 0; rank < case_.num_ranks(); ++rank) {

@@ -18,7 +18,7 @@ class FakeRanks {
   FakeRanks(FakeWorld* world, const Case& c, double timeout_s = 60);
 
   // Other input, and other streams and buffers, for the calls that follow.
-  void Renew();
+  void NewRound();
   // A call on rank `rank` alone; throws what it throws.
   void Call(std::size_t rank);
   // A call on every rank, each in a thread. Throws the first error.
@@ -32,7 +32,7 @@ class FakeRanks {
   void Close(std::size_t rank) { communicators_[rank].reset(); }
   std::size_t WorkspaceNbytes(std::size_t rank);
   // The rank's next call uses a workspace of its own.
-  void GiveWorkspace(std::size_t rank, std::size_t nbytes) { rounds_.back().ranks[rank].workspace.resize(nbytes); }
+  void ProvideWorkspace(std::size_t rank, std::size_t nbytes) { rounds_.back().ranks[rank].workspace.resize(nbytes); }
 
  private:
   struct Buffers {

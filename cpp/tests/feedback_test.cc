@@ -50,7 +50,7 @@ std::vector<float> Summed(const std::vector<float>& x, const Blocks& blocks, std
   return u;
 }
 
-void KeepBlock(const float* lost, std::size_t numel, std::int8_t* codes, std::uint16_t* scale) {
+void StoreBlock(const float* lost, std::size_t numel, std::int8_t* codes, std::uint16_t* scale) {
   float absmax = 0;
   for (std::size_t e = 0; e < numel; ++e) {
     if (!(std::fabs(lost[e]) <= kLargest)) return;  // not finite: the block stays
@@ -69,13 +69,13 @@ void KeepBlock(const float* lost, std::size_t numel, std::int8_t* codes, std::ui
   }
 }
 
-void Keep(const std::vector<float>& u, const float* decoded, Blocks* blocks, std::size_t row) {
+void StoreResidual(const std::vector<float>& u, const float* decoded, Blocks* blocks, std::size_t row) {
   for (std::size_t at = 0; at < u.size(); at += kResidualBlock) {
     const std::size_t numel = std::min(kResidualBlock, u.size() - at);
     float lost[kResidualBlock];
     for (std::size_t e = 0; e < numel; ++e) lost[e] = u[at + e] - decoded[at + e];
-    KeepBlock(lost, numel, blocks->codes.data() + row * blocks->codes_stride + at,
-              blocks->scales.data() + row * blocks->scales_stride + at / kResidualBlock);
+    StoreBlock(lost, numel, blocks->codes.data() + row * blocks->codes_stride + at,
+               blocks->scales.data() + row * blocks->scales_stride + at / kResidualBlock);
   }
 }
 
@@ -102,7 +102,7 @@ std::vector<std::uint8_t> Expected(const MessageLayout& layout, const Source& so
             {DType::kFloat32, decoded.data(), source.stride, 0});
   for (std::size_t i = 0; i < num_rows; ++i) {
     const float* u = sums.data() + i * source.stride;
-    Keep({u, u + layout.segment_numel}, decoded.data() + i * source.stride, blocks, i);
+    StoreResidual({u, u + layout.segment_numel}, decoded.data() + i * source.stride, blocks, i);
   }
   return messages;
 }

@@ -121,7 +121,7 @@ void TestNoSpace(const std::string& folder, bool may_use_ring) {
   ::unlink(path.c_str());
 }
 
-void TestClosingDropsWhatHasNotBegun(const std::string& folder, bool may_use_ring) {
+void TestClosingDropsPendingRequests(const std::string& folder, bool may_use_ring) {
   const Buffer data = MakeBuffer(64 * kFileAlignment);
   const std::string path = folder + "/dropped";
   {
@@ -203,7 +203,7 @@ int main() {
     for (const std::size_t num_requests : {1, 2, 8}) zcomm::TestTransfers(folder, num_requests, may_use_ring);
     zcomm::TestErrors(folder, may_use_ring);
     zcomm::TestNoSpace(folder, may_use_ring);
-    zcomm::TestClosingDropsWhatHasNotBegun(folder, may_use_ring);
+    zcomm::TestClosingDropsPendingRequests(folder, may_use_ring);
     zcomm::TestManyTransfers(folder, may_use_ring);
   }
   zcomm::TestNoThread(folder);

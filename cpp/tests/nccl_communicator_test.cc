@@ -74,12 +74,12 @@ void CheckBits() {
       FakeWorld world(++seed);
       {
         FakeRanks ranks(&world, c);
-        if (repeat > 0) world.Hold();
+        if (repeat > 0) world.Pause();
         ranks.CallAll();
-        ranks.Renew();
+        ranks.NewRound();
         ranks.CallAll();
-        world.Release();
-        world.Settle();
+        world.Resume();
+        world.Synchronize();
         Expect(ranks, seed);
       }
       EXPECT(world.num_alive() == 0, "%s: %zu things leaked", c.Name().c_str(), world.num_alive());
@@ -93,13 +93,13 @@ bool IsRightWithout(const Case& c, std::size_t wait, std::uint32_t seed, std::si
   FakeRanks ranks(&world, c);
   world.TakeNumWaits(0);
   world.ForgetWait(0, wait);
-  world.Hold();
+  world.Pause();
   for (std::size_t rank = 0; rank < c.num_ranks(); ++rank) ranks.Call(rank);
-  ranks.Renew();
+  ranks.NewRound();
   for (std::size_t rank = 0; rank < c.num_ranks(); ++rank) ranks.Call(rank);
   *num_waits = world.TakeNumWaits(0);
-  world.Release();
-  world.Settle();
+  world.Resume();
+  world.Synchronize();
   return ranks.Difference().empty();
 }
 
@@ -131,10 +131,10 @@ void CheckOverlap() {
         if (!has_chunks) c.chunk_numel = c.numel;
         FakeWorld world(seed);
         FakeRanks ranks(&world, c);
-        world.Hold();
+        world.Pause();
         ranks.CallAll();
-        world.Release();
-        world.Settle();
+        world.Resume();
+        world.Synchronize();
         Expect(ranks, seed);
         num_overlaps += world.num_overlaps();
       }
@@ -150,11 +150,11 @@ Counts CountsOf(const Case& c) {
   FakeWorld world(9);
   FakeRanks ranks(&world, c);
   ranks.CallAll();
-  ranks.Renew();
-  world.Settle();
+  ranks.NewRound();
+  world.Synchronize();
   world.TakeCounts(0);
   ranks.CallAll();
-  world.Settle();
+  world.Synchronize();
   Expect(ranks, 9);
   return world.TakeCounts(0);
 }
@@ -240,7 +240,7 @@ void CheckEveryFailure() {
     world.TakeNumCalls(0);
     ranks.CallAll();
     num_calls = world.TakeNumCalls(0);
-    world.Settle();
+    world.Synchronize();
   }
   EXPECT(num_calls > 30, "only %zu calls", num_calls);
   for (std::size_t number = 0; number < num_calls; ++number) CheckFailure(c, number);
@@ -311,7 +311,7 @@ void CheckStuckCalls() {
 }
 
 // Abort() in another thread does not wait for a call that hangs, but ends it.
-void CheckAbortUnderCall() {
+void CheckAbortWhileQueueing() {
   const Case c = OneHop(Collective::kReduce, 2, kInt8, 300);
   FakeWorld world(1);
   FakeRanks ranks(&world, c, /*timeout_s=*/60);
@@ -332,9 +332,9 @@ void CheckCapture() {
   for (const Case& c : {TwoHops(Collective::kReduce, kInt8, kNf4), TwoHops(Collective::kGather, kInt8, kInt8)}) {
     FakeWorld world(5);
     FakeRanks ranks(&world, c);
-    world.Hold();
+    world.Pause();
     ranks.CallAll();  // their workspaces are in use, and their ends would be asked for
-    ranks.Renew();
+    ranks.NewRound();
     std::vector<std::function<void()>> graphs;
     for (std::size_t rank = 0; rank < c.num_ranks(); ++rank) {
       world.BeginCapture(ranks.stream(rank));
@@ -349,15 +349,15 @@ void CheckCapture() {
         world.EndCapture(ranks.stream(0));
         world.BeginCapture(ranks.stream(0));
       }
-      ranks.GiveWorkspace(rank, ranks.WorkspaceNbytes(rank));
+      ranks.ProvideWorkspace(rank, ranks.WorkspaceNbytes(rank));
       ranks.Call(rank);
       graphs.push_back(world.EndCapture(ranks.stream(rank)));
     }
-    world.Release();
+    world.Resume();
     for (int repeat = 0; repeat < 2; ++repeat) {
       for (const auto& replay : graphs) replay();
     }
-    world.Settle();
+    world.Synchronize();
     Expect(ranks, 5);
   }
 }
@@ -380,12 +380,12 @@ void CheckShortMessages() {
         FakeRanks ranks(&world, c);
         for (int call = 0; call < 2; ++call) {  // fills every slot with messages of the same layouts
           ranks.CallAll();
-          ranks.Renew();
+          ranks.NewRound();
         }
-        world.Settle();
+        world.Synchronize();
         world.Shorten(0, number);
         ranks.CallAll();
-        world.Settle();
+        world.Synchronize();
         EXPECT(Contains(ranks.Difference(), "got another message"), "%s, transfer %zu", c.Name().c_str(), number);
       }
     }
@@ -408,15 +408,15 @@ void CheckBytes() {
         inputs.emplace_back(2 * kNbytes);
         for (std::size_t i = 0; i < 2 * kNbytes; ++i) inputs[rank][i] = static_cast<std::uint8_t>(rank * 53 + i);
       }
-      world.Hold();
+      world.Pause();
       for (std::size_t rank = 0; rank < 4; ++rank) {
         ranks.Call(rank);
         ranks.communicator(rank)->Run(
             BytesCall{hop, is_gather, inputs[rank].data(), outputs[rank].data(), kStride, kNbytes},
             {ranks.stream(rank), nullptr, nullptr, 0});
       }
-      world.Release();
-      world.Settle();
+      world.Resume();
+      world.Synchronize();
       Expect(ranks, 7);
       for (std::size_t rank = 0; rank < 4; ++rank) {
         const std::size_t own = hop == 0 ? rank % 2 : rank / 2;
@@ -469,7 +469,7 @@ int main(int argc, char** argv) {
       {"CheckFailureOfConstruction", CheckFailureOfConstruction},
       {"CheckTimeoutAndAbort", CheckTimeoutAndAbort},
       {"CheckOrderOfAborts", CheckOrderOfAborts},
-      {"CheckAbortUnderCall", CheckAbortUnderCall},
+      {"CheckAbortWhileQueueing", CheckAbortWhileQueueing},
       {"CheckStuckCalls", CheckStuckCalls},
       {"CheckEveryFailure", CheckEveryFailure},
       {"CheckEveryWaitIsNeeded", CheckEveryWaitIsNeeded},

@@ -34,7 +34,7 @@ struct Fake {
 };
 Fake fake;
 
-void Renew() {
+void ResetFake() {
   fake.~Fake();
   new (&fake) Fake();
 }
@@ -44,7 +44,7 @@ const char* Of(Comm comm) { return comm == &fake.split ? "'" : ""; }
 std::mutex calls_mutex;
 std::atomic<int> num_hanging = 0;
 
-Result Answer(const std::string& call) {
+Result RecordCall(const std::string& call) {
   {
     const std::lock_guard<std::mutex> lock(calls_mutex);
     fake.calls.push_back(call);
@@ -72,18 +72,18 @@ Library MakeLibrary() {
   f.comm_init_rank_config = [](Comm* comm, int size, UniqueId id, int rank, Config* config) {
     *comm = &fake.comm;
     fake.blocking = config->blocking;
-    return Answer("init " + std::to_string(rank) + "/" + std::to_string(size) + id.internal[127]);
+    return RecordCall("init " + std::to_string(rank) + "/" + std::to_string(size) + id.internal[127]);
   };
   f.comm_split = [](Comm comm, int color, int key, Comm* split, Config* config) {
     EXPECT(comm == &fake.comm, "of the first");
     *split = &fake.split;
     fake.split_blocking = config->blocking;
-    return Answer("split " + std::to_string(color) + " " + std::to_string(key));
+    return RecordCall("split " + std::to_string(color) + " " + std::to_string(key));
   };
-  f.comm_finalize = [](Comm comm) { return Answer(std::string("finalize") + Of(comm)); };
-  f.comm_destroy = [](Comm comm) { return Answer(std::string("destroy") + Of(comm)); };
+  f.comm_finalize = [](Comm comm) { return RecordCall(std::string("finalize") + Of(comm)); };
+  f.comm_destroy = [](Comm comm) { return RecordCall(std::string("destroy") + Of(comm)); };
   f.comm_abort = [](Comm comm) {
-    const Result result = Answer(std::string("abort") + Of(comm));
+    const Result result = RecordCall(std::string("abort") + Of(comm));
     fake.is_aborted = true;
     return result;
   };
@@ -94,12 +94,12 @@ Library MakeLibrary() {
     if (fake.num_in_progress > 0) --fake.num_in_progress;
     return Result::kSuccess;
   };
-  f.group_start = [] { return Answer("{"); };
-  f.group_end = [] { return Answer("}"); };
+  f.group_start = [] { return RecordCall("{"); };
+  f.group_end = [] { return RecordCall("}"); };
   f.all_gather = [](const void* send, void* receive, std::size_t count, DataType, Comm comm, Stream stream) {
     EXPECT(comm == (fake.split_blocking < 0 ? &fake.comm : &fake.split), "the communicator that runs");
-    return Answer("gather " + Place(send) + ">" + Place(receive) + " " + std::to_string(count) + " on " +
-                  Place(stream));
+    return RecordCall("gather " + Place(send) + ">" + Place(receive) + " " + std::to_string(count) + " on " +
+                      Place(stream));
   };
   f.send = [](const void* data, std::size_t count, DataType, int peer, Comm, Stream) {
     fake.calls.push_back("send " + Place(data) + " " + std::to_string(count) + " to " + std::to_string(peer));
@@ -123,7 +123,7 @@ constexpr auto kLong = std::chrono::duration<double>(60);
 
 NcclTransport Joined(int num_in_progress = 0, std::chrono::duration<double> timeout = kLong,
                      const Library& of = library) {
-  Renew();
+  ResetFake();
   fake.num_in_progress = num_in_progress;
   return NcclTransport(&of, MakeUniqueId(of), 2, 1, timeout);
 }
@@ -247,7 +247,7 @@ void CheckHangs() {
     NcclTransport transport = Joined(0, std::chrono::duration<double>(0.3));
     fake.hanging = "finalize'";
   }
-  while (num_hanging > 0) std::this_thread::yield();  // the thread that was left behind looks at the fake
+  while (num_hanging > 0) std::this_thread::yield();  // the detached thread still reads the fake
   const std::lock_guard<std::mutex> lock(calls_mutex);
   EXPECT(fake.calls.back() == "abort'", "%s", fake.calls.back().c_str());
 }
@@ -256,12 +256,12 @@ void CheckTimeouts() {
   const std::string alone = ErrorOf([] { Joined(1 << 30, std::chrono::duration<double>(0.01)); });
   EXPECT(Contains(alone, "ncclCommInitRankConfig timed out after 0.01"), "%s", alone.c_str());
   ExpectCalls({"init 1/2i", "abort"});
-  Renew();
+  ResetFake();
   fake.hanging = "";
   Library never = library;
   never.functions.comm_split = [](Comm, int, int, Comm*, Config*) {
     fake.num_in_progress = 1 << 30;
-    return Answer("split");
+    return RecordCall("split");
   };
   const std::string split =
       ErrorOf([&] { NcclTransport(&never, MakeUniqueId(never), 2, 1, std::chrono::duration<double>(0.01)); });

@@ -129,8 +129,13 @@ inline void ExpectSameMessages(const MessageLayout& layout, const std::uint8_t* 
 }
 
 inline constexpr DType kDTypes[] = {DType::kFloat32, DType::kBfloat16, DType::kFloat16};
-inline constexpr Codec kCodecs[] = {Codec::kFloat32, Codec::kBfloat16, Codec::kFloat16,  Codec::kInt8,    Codec::kInt4,
-                                    Codec::kNf4,     Codec::kFp8E4m3,  Codec::kInt8Asym, Codec::kInt4Asym};
+inline constexpr Codec kCodecs[] = {
+    Codec::kFloat32,
+    Codec::kBfloat16,
+    Codec::kFloat16,
+#define ZCOMM_CODEC(id, ...) Codec::id,
+#include "zcomm/codecs.def"
+};
 
 // Whether a codec with this block can be rotated.
 inline bool MayRotate(Codec codec, std::size_t block) { return IsBlockCodec(codec) && (block & (block - 1)) == 0; }

@@ -1,4 +1,4 @@
-"""Direct file I/O from Python: what is written is read, errors are OSErrors, and the benchmark leaves no file."""
+"""Direct file I/O from Python: reads return what was written, errors are OSErrors, and the benchmark leaves no file."""
 
 # covers zero/_storage/transfer_buffers.py
 

@@ -1,6 +1,6 @@
-"""Two versions side by side: the interval, and a run of this version beside itself."""
+"""Comparing two versions side by side: the confidence interval, and this version compared with itself."""
 
-# covers zcomm/_bench/launch.py zcomm/_bench/options.py zcomm/_bench/timing.py
+# covers zcomm/_bench/launch.py zcomm/_bench/options.py zcomm/_bench/data.py
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BENCH = Path(__file__).parents[2] / "bench"
 def test_the_interval_has_the_ranks_of_the_published_table(
     count: int, ranks: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of the sign test at 95 %, as tables of nonparametric statistics have them."""
+    """The ranks of the sign test's 95 % interval, as in published tables."""
     monkeypatch.syspath_prepend(str(BENCH))
     import beside
 

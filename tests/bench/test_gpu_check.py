@@ -1,4 +1,4 @@
-"""``bench/gpu_check.sh``: how steps are run and read, and what it says on a machine without a GPU."""
+"""``bench/gpu_check.sh``: how steps are run and read, and its report on a machine without a GPU."""
 
 # covers bench/beside.py bench/collectives.py
 
@@ -23,7 +23,7 @@ TESTED = "=== 3 passed, 1 skipped in 2.00s ==="
 
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The modules of gpu_check.py, which import one another as scripts of one folder do."""
+    """Import the modules of gpu_check.py, which import each other as scripts of one folder."""
     monkeypatch.syspath_prepend(str(ROOT / "bench"))
     import gpu_check
     import gpu_check_machine
@@ -55,7 +55,7 @@ def _figure(**values: Any) -> str:
 
 
 def _run(bench: Any, folder: Path, steps: Any, **options: Any) -> Any:
-    return bench.steps.run_steps(steps, bench.record.Record(folder, "Test"), begun_at=time.monotonic(), **options)
+    return bench.steps.run_steps(steps, bench.record.Record(folder, "Test"), started_at=time.monotonic(), **options)
 
 
 def _rows(bench: Any, folder: Path) -> list[dict[str, Any]]:
@@ -87,7 +87,7 @@ def test_each_step_ends_in_its_own_way_and_the_others_go_on(bench: Any, tmp_path
     assert notes["good"] == "said fine"
     assert notes["bad"] == "exit code 7; oh no"
     assert "cannot be started" in notes["absent"]
-    assert notes["not measured"] == "it gave no figure"
+    assert notes["not measured"] == "no figure was printed"
     assert notes["not there"] == "no NCCL"
     assert "oh no\n== FAIL" in (tmp_path / "out" / bench.record.LOG).read_text()
     assert not bench.steps.all_passed(outcomes)
@@ -113,7 +113,7 @@ def test_what_a_step_leaves_over_goes_to_later_ones_and_none_takes_of_theirs(ben
     assert outcomes[2].seconds < 2.5, "a step that hangs leaves something over"
     assert outcomes[2].note.endswith("begun")
     outcomes = _run(bench, tmp_path, steps[:1], spent_s=-10.0)
-    assert [(o.verdict, o.note) for o in outcomes] == [("LATE", "not begun: no time was left")]
+    assert [(o.verdict, o.note) for o in outcomes] == [("LATE", "not started: no time was left")]
 
 
 def test_what_a_step_has_started_ends_with_it_even_in_a_session_of_its_own(bench: Any, tmp_path: Path) -> None:
@@ -143,7 +143,7 @@ def test_injected_failures_cost_only_the_figure_that_was_being_made(bench: Any, 
     assert [row["step"] for row in rows] == ["first"] * 3 + ["fails", "hangs", "dies"] + ["last"] * 3
     tables = (tmp_path / bench.record.TABLES).read_text()
     assert tables.count("\n## ") == 5
-    assert "under way, or killed" in tables, "nothing has finished it"
+    assert "in progress, or killed" in tables, "nothing has finished it"
 
 
 def test_a_sigkill_at_any_moment_leaves_the_figures(bench: Any, tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ import gpu_check_record, gpu_check_steps
 record = gpu_check_record.Record(__import__("pathlib").Path({str(tmp_path)!r}), "Test")
 many = "import time\nfor i in range(10**6): print('{{\"i\": %d, \"num_wrong\": 0}}' % i, flush=True); time.sleep(.002)"
 step = gpu_check_steps.Step("endless", [sys.executable, "-S", "-c", many])
-gpu_check_steps.run_steps([step], record, begun_at=time.monotonic())
+gpu_check_steps.run_steps([step], record, started_at=time.monotonic())
 """
     mark = bench.processes.new_mark()
     environment = {**os.environ, bench.processes.MARK: mark}
@@ -208,7 +208,7 @@ def test_what_steps_print_is_read(bench: Any) -> None:
     ]
     text = "\n".join(map(json.dumps, rows))
     assert plan.read_kernels(f"# context\n{text}") == (
-        "pass", "least share of the copy rate from 64 MiB: decode_sum 0.50, quantize 0.85; 1 below the goal"
+        "pass", "smallest share of the copy rate from 64 MiB: decode_sum 0.50, quantize 0.85; 1 below the goal"
     )  # fmt: skip
     built = "-- zcomm: CUDA 13.0.88 for 90-real\n-Werror is on\na.cu(3): error: no such thing\nerror: exit code 1\n"
     assert plan._read_build(built)[1] == "CUDA 13.0.88 for 90-real; a.cu(3): error: no such thing"
@@ -276,14 +276,14 @@ def test_launches_are_counted_without_copies(bench: Any) -> None:
 
 
 def _python_without_native(folder: Path) -> tuple[list[str], dict[str, str]]:
-    """An interpreter that finds the copy of the source tree and no installed package of ours: -S reads no .pth file."""
+    """An interpreter that sees the source tree and no installed package of ours: -S reads no .pth file."""
     others = [path for path in sys.path if path.endswith("-packages")]
     environment = {name: text for name, text in os.environ.items() if name != "PYTHONPATH"}
     return [PYTHON, "-S"], {**environment, "PYTHONPATH": os.pathsep.join([str(folder), *others])}
 
 
 def test_without_a_build_the_source_tree_gives_figures(bench: Any, tmp_path: Path) -> None:
-    """On a machine that cannot build, Triton and torch's groups are there all the same."""
+    """On a machine that cannot build, figures of Triton and torch's groups are still measured."""
     folder = tmp_path / "source"
     bench.package.copy_source(folder)
     python, environment = _python_without_native(folder)
@@ -310,12 +310,12 @@ def _free_port() -> int:
 
 
 def test_a_rehearsal_with_a_killed_step_gives_the_other_figures(bench: Any, tmp_path: Path) -> None:
-    """As a user would start it: two real steps on the CPU, and the first is killed."""
+    """Run as a user would: two real steps on the CPU, of which the first is killed."""
     step = "CUDA kernels beside a copy"
     run = bench.rehearsal.rehearse(tmp_path, ["kernels beside"], [bench.rehearsal.Injection("kill", step)])
     printed = (tmp_path / "printed.log").read_text()
     assert run.code == 1, printed
-    assert run.is_whole
+    assert run.is_complete
     assert run.num_left == 0
     assert run.seconds < bench.plan.deadline_s("rehearsed")
     assert run.counts[step] == 1, printed
@@ -365,7 +365,6 @@ def test_copies_are_hidden_by_kernels_that_run_at_the_same_time(bench: Any) -> N
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU: run bench/gpu_check.sh itself")
 def test_without_a_gpu_it_says_so_and_ends_with_3(tmp_path: Path) -> None:
-    """As a user would start it."""
     done = subprocess.run(
         [str(ROOT / "bench" / "gpu_check.sh"), "--quick", "--results", str(tmp_path)],
         capture_output=True, text=True, timeout=250, check=False, env={**os.environ, "PYTHON": PYTHON}, cwd=tmp_path,

@@ -1,4 +1,4 @@
-"""The report on machine code: counts are those of the disassembly, and it runs on one kernel."""
+"""The report on machine code: its counts agree with the disassembly, and it runs on one kernel."""
 
 # covers triton_kernels/arithmetic.py
 
@@ -68,7 +68,7 @@ def test_the_fast_path_is_counted_and_nothing_else() -> None:
 
 
 def test_a_call_of_a_label_is_a_branch() -> None:
-    """As ptxas leaves a loop on sm_80."""
+    """ptxas compiles a loop to this on sm_80."""
     sass = _sass()
     left = "@!P3 CALL.REL.NOINC `(.L_x_3) ;\n        /*0098*/                   BRA `(.L_x_2) ;"
     code = sass.parse_code(CODE.replace("@P3 BRA `(.L_x_2) ;", left))["kernel"]

@@ -1,4 +1,4 @@
-"""The table in docs/design/schedule.md is what 4 ranks record, and a released layer holds no memory on any of them."""
+"""The table in docs/design/schedule.md agrees with what 4 ranks record; released layers use no memory."""
 
 # covers bench/contenders/job.py bench/one_step.py
 
@@ -21,7 +21,6 @@ ITEM_NBYTES = 4
 
 
 def _printed() -> str:
-    """The table of the page."""
     page = (ROOT / "docs" / "design" / "schedule.md").read_text()
     (table,) = re.findall(r"<!-- one step: .*?-->\n(.*?)<!-- end of one step -->", page, re.DOTALL)
     return str(table)

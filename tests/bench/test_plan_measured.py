@@ -1,4 +1,4 @@
-"""``bench/plan_validation.py --measured``, from recorded JSON: what it plans, by hand."""
+"""``bench/plan_validation.py --measured``, from recorded JSON, compared with times computed by hand."""
 
 # covers zero/plan/command.py zero/plan/planner.py zero/plan/times.py
 
@@ -58,7 +58,7 @@ def _two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_steps_by_hand(tmp_path: Path) -> None:
-    """At 200 Mbit/s: 25 MB/s of a node, nine tenths of it."""
+    """At 200 Mbit/s a node sends 25 MB/s, of which nine tenths are usable."""
     times = {"alone": [0.01, 0.03, 0.02], "ddp": [0.1], "fsdp2 reshard=True": [0.1], "zero stage 1": [0.05]}
     systems = {name: {"seconds": seconds} for name, seconds in times.items()}
     systems |= {"deepspeed stage 1": {"seconds": [0.1]}, "zero stage 3 offload": {"seconds": [0.1]}}
@@ -72,7 +72,7 @@ def test_steps_by_hand(tmp_path: Path) -> None:
     assert ring.between == pytest.approx(1.5 * 4 * NUMEL / node, rel=0.01)
     assert ring.latency == pytest.approx(6 * 700e-6)  # twice three rounds, all in one bucket
     assert peer.between == pytest.approx((1.5 + 2 * 0.75) * 2 * NUMEL / node, rel=0.01)
-    assert peer.latency == pytest.approx((2 * 3 + 6) * 3 * 700e-6)  # each block, and the rest
+    assert peer.latency == pytest.approx((2 * 3 + 6) * 3 * 700e-6)  # each block, and all other parameters
     assert ours.between == pytest.approx(2 * NUMEL / node, rel=0.05)  # half of 2 bytes, there and back; padding
     assert ours.within == pytest.approx(2 * NUMEL / 0.5e9, rel=0.05)  # measured: no peak
     assert ours.latency == pytest.approx(2 * (300e-6 + 700e-6) + 2 * 700e-6)  # with its agreements
@@ -93,7 +93,7 @@ def test_on_loopback_links_are_those_of_the_probe(tmp_path: Path) -> None:
 
 
 def test_own_steps_are_those_on_loopback(tmp_path: Path) -> None:
-    """Half of the shorter is hidden: of the step on loopback, and of the bytes at nine tenths of the rate."""
+    """Half of the shorter one overlaps: the step on loopback, or sending the bytes at nine tenths of the rate."""
     systems = {"ddp": {"seconds": [0.1]}, "zero stage 1": {"seconds": [0.05]}}
     loopback = {"ddp": {"seconds": [0.3, 0.1, 0.2]}}
     paths = _files(tmp_path, systems, "200mbit", loopback)

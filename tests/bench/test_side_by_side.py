@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def parts(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The modules, which import one another as scripts of one folder do."""
+    """Import the modules, which import each other as scripts of one folder."""
     monkeypatch.syspath_prepend(str(ROOT / "bench"))
     from side_by_side import errors, records, report
 
@@ -66,7 +66,7 @@ def test_records_are_the_same_from_their_files_and_failures_are_not_finished(par
 
 
 class _OffBy:
-    """An engine whose gradients and weights are off by known factors."""
+    """An engine whose gradients and weights are wrong by known factors."""
 
     def __init__(self, model: nn.Module, exact: dict[str, Tensor], factor: float) -> None:
         self.model = model
@@ -82,7 +82,7 @@ class _OffBy:
 
 def test_errors_are_relative_to_what_is_exact(parts: Any) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
-    with parts.errors.seen_by_forward(model) as seen:
+    with parts.errors.read_by_forward(model) as seen:
         model(torch.ones(2, 4))
         with torch.no_grad():
             model[0].weight.mul_(2)

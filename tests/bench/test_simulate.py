@@ -1,4 +1,4 @@
-"""Simulated ranks: the real code at sizes that no test can start, and what it may cost there."""
+"""Simulated ranks: the real code at world sizes that no test can start, and limits of its cost there."""
 
 # covers zcomm/_bench/emulated_nodes.py zcomm/_bench/harness.py zcomm/_bench/interface.py
 
@@ -15,7 +15,7 @@ NUMEL = LAYERS * (12 * HIDDEN**2 + 13 * HIDDEN) + (2 * 256 + 128 + 2) * HIDDEN
 
 @pytest.fixture
 def simulate(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The module, which imports others of its folder."""
+    """Import the module, which imports others of its folder."""
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "bench"))
     import simulate
 
@@ -23,7 +23,7 @@ def simulate(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_a_step_of_64_ranks(simulate: Any) -> None:
-    """The bytes of ZeRO's section 5.3 and 7.2, but for padding and agreements."""
+    """The bytes are those of the ZeRO paper's analysis, apart from padding and agreements."""
     row = simulate.simulate(LAYERS, HIDDEN, "stage 3", 64)
     assert row.numel == NUMEL
     assert row.states_nbytes == pytest.approx((2 + 4 + 12) * NUMEL / 64, rel=0.05)

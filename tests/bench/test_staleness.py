@@ -34,7 +34,7 @@ def test_the_formula_is_torchs() -> None:
         expected.step()
         expected.zero_grad()
         optimizer.apply(staleness.Update(optimizer.take_gradients(), step + 1, 1e-2))
-        optimizer.publish()
+        optimizer.write_back()
     for mine, param in zip(ours.parameters(), theirs.parameters(), strict=True):
         # A key's bias has a gradient of rounding errors alone, not far from AdamW's eps; updates are 1e-2 each.
         torch.testing.assert_close(mine, param, rtol=1e-4, atol=1e-4)

@@ -1,4 +1,4 @@
-"""What the compiler has made of the CUDA kernels, read from the library that is installed: no GPU is needed.
+"""Checks the machine code of the CUDA kernels in the installed library: no GPU is needed.
 
 The bits need IEEE division and no multiplication fused with an addition; the speed, wide accesses and values that stay
 in registers.
@@ -21,13 +21,13 @@ import pytest
 from zcomm import _native
 
 OPERATIONS = {"Quantizing": 4, "Requantizing": 4, "Decoding": 5}
-"""Kernel -> codecs; those that decode serve plain arrays, too."""
+"""Kernel -> codecs; kernels that decode serve plain arrays, too."""
 MAX_LOCAL_ACCESSES = 16
-"""Instructions that read or write a thread's local memory, in a kernel of thousands."""
+"""Limit of instructions that access a thread's local memory (spills), in kernels of thousands of instructions."""
 
 
 def _cuobjdump() -> str | None:
-    """CUDA's, or Triton's copy of it."""
+    """The path of cuobjdump: CUDA's, or Triton's copy of it."""
     if found := shutil.which("cuobjdump"):
         return found
     triton = importlib.util.find_spec("triton")
@@ -85,7 +85,7 @@ def test_the_arithmetic_is_that_of_the_contract() -> None:
 
 @pytest.fixture(scope="module")
 def machine_code() -> dict[str, Counter[str]]:
-    """Kernel -> how often which instruction, of one architecture."""
+    """Kernel -> count of each instruction, for one architecture."""
     known = _architectures()
     chosen = "sm_90" if "sm_90" in known else known[-1]
     kernels: dict[str, Counter[str]] = {}

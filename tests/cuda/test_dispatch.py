@@ -1,4 +1,4 @@
-"""When the CUDA kernels are chosen, and what the native module is given. No GPU is needed."""
+"""When the CUDA kernels are selected, and which arguments the native module gets. No GPU is needed."""
 
 # covers zcomm/_base/env.py zcomm/_formats/formats.py zcomm/_formats/message.py
 
@@ -22,7 +22,7 @@ from zcomm.errors import BackendUnavailableError, MessageError
 
 HAS_CUDA = bool(_native.build_info()["cuda"])
 ON_GPU: Any = SimpleNamespace(device=torch.device("cuda", 0), dtype=torch.float32)
-"""What a choice looks at of a tensor."""
+"""The properties of a tensor that decide which kernels serve it."""
 
 
 def _layout(name: str, **options: Any) -> MessageLayout:
@@ -31,7 +31,7 @@ def _layout(name: str, **options: Any) -> MessageLayout:
 
 @pytest.fixture
 def setting(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[str]:
-    """ZCOMM_KERNELS of the test."""
+    """The value of ZCOMM_KERNELS in the test."""
     monkeypatch.setenv("ZCOMM_KERNELS", request.param)
     monkeypatch.setattr(on_cuda, "driver_unavailable_reason", lambda _: "")  # nothing is launched
     for cached in (env.value, on_cuda._is_chosen, on_triton._is_chosen):
@@ -85,7 +85,7 @@ def test_a_library_without_them_is_an_error(setting: str, monkeypatch: pytest.Mo
 @pytest.mark.skipif(not HAS_CUDA, reason="built without CUDA")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a kernel would run")
 def test_every_call_reaches_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their arguments are converted and checked; then CUDA says that there is no device, or no driver."""
+    """Arguments are converted and checked; then CUDA reports a missing device or driver."""
     monkeypatch.setattr(on_cuda, "_launch", lambda name, _, layout, *rest: calls.call(f"cuda_{name}", layout, *rest, 0))
     layout, last = _layout("int8"), _layout("int4")
     x, messages, out = torch.zeros(1000), layout.new(2, torch.device("cpu")), last.new(1, torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""On a GPU: the CUDA kernels and Triton's against the reference on the CPU, bit for bit, on fresh random data."""
+"""On a GPU: the CUDA and Triton kernels have the bits of the CPU reference, on fresh random data."""
 
 # covers zcomm/_formats/reference.py zcomm/_formats/formats.py zcomm/_formats/message.py
 
@@ -21,10 +21,7 @@ from zcomm._formats.message import MessageLayout, layout_of
 from zcomm._kernels import native_calls, on_cuda, on_triton
 from zcomm.triton_kernels import unavailable_reason
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 HAS_CUDA_KERNELS = native_calls.module is not None and bool(native_calls.module.build_info()["cuda"])
 WIRES = ["int8", "int4", "nf4", "fp8_e4m3", "none", "bf16", "int8/1024", "int4/8", "nf4/512", "fp8_e4m3/32"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -45,7 +42,7 @@ def kernels(request: pytest.FixtureRequest) -> Any:
 
 @pytest.fixture
 def seed() -> int:
-    """Another one on every run, named where a test fails."""
+    """A seed that differs in every run, and is printed when a test fails."""
     number = random.SystemRandom().randrange(1 << 20)
     print(f"seed {number}")  # noqa: T201
     return number
@@ -57,7 +54,7 @@ def _layout(wire: str, dtype: torch.dtype, num_segments: int, numel: int) -> Mes
 
 
 def _same(call: Callable[[Any, Callable[[Tensor], Tensor]], tuple[Tensor, ...]], kernels: Any) -> None:
-    """What ``call`` gives with the reference on the CPU, and with ``kernels`` on the GPU."""
+    """The results of ``call`` with the reference on the CPU, and with ``kernels`` on the GPU."""
     expected = call(reference, lambda tensor: tensor.clone())
     got = call(kernels, lambda tensor: tensor.cuda())
     for index, (left, right) in enumerate(zip(expected, got, strict=True)):
@@ -173,7 +170,7 @@ def test_a_message_of_another_kind_is_found(kernels: Any) -> None:
 
 
 def test_ranks_as_threads_of_one_process(seed: int) -> None:
-    """Each on a stream of its own: a reduce-scatter whose exchange is a look at the other threads' messages."""
+    """Each thread has its own stream: a reduce-scatter whose exchange reads the other threads' messages."""
     if not HAS_CUDA_KERNELS:
         pytest.skip("the native module is built without CUDA")
     world_size, numel = 4, 30_000

@@ -1,1 +1,1 @@
-"""Training programs drawn at random, run on several ranks and in one process: see __main__.py."""
+"""Random training programs on several ranks, compared with one process: see __main__.py."""

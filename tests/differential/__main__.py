@@ -1,9 +1,11 @@
-"""Random training programs against one process: ``python -m tests.differential --seed S [--number N | --count 500]``.
+"""Compare random training programs with one process.
 
-Models with tied, shared, unused, frozen, empty and 0-dimensional parameters, users' hooks, activation checkpoints of
-both kinds, blocks in an order that changes, several forwards before a backward, accumulation, clipping and parameter
-groups, at every stage, on 1, 2, 3 and 5 ranks. In float64 losses and parameters must be those of plain torch within
-1e-10. What fails is made smaller until every feature left is needed.
+    python -m tests.differential --seed S [--number N | --count 500]
+
+A program draws a model (tied, shared, unused, frozen, empty and 0-dimensional parameters, users' hooks, both kinds of
+activation checkpointing), an order of its blocks that may change, several forwards before a backward, accumulation,
+clipping and parameter groups, at every stage, on 1, 2, 3 or 5 ranks. In float64, losses and parameters must equal those
+of plain torch within 1e-10. A failing program is reduced until every feature left is needed to make it fail.
 """
 
 from __future__ import annotations
@@ -23,15 +25,15 @@ from tests.differential.run import run, shrink
 
 
 def main() -> int:
-    """1 if a program failed."""
+    """Returns 1 if a program failed."""
     parser = argparse.ArgumentParser(description="Run random training programs on ranks and in one process.")
     today = int(datetime.now(timezone.utc).strftime("%Y%m%d"))
     parser.add_argument("--seed", type=int, default=today, help="default: today, in UTC")
     parser.add_argument("--number", type=int, help="this program alone")
     parser.add_argument("--start", type=int, default=0, help="number of the first of several")
     parser.add_argument("--count", type=int, default=500, help="how many")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no other after so long")
-    parser.add_argument("--no-shrink", action="store_true", help="do not make smaller what fails")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="start no further program after this time")
+    parser.add_argument("--no-shrink", action="store_true", help="do not reduce failing programs")
     parser.add_argument("--show", action="store_true", help="print programs, run nothing")
     chosen = parser.parse_args()
     torch.set_num_threads(1)

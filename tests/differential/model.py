@@ -1,4 +1,4 @@
-"""The model of a program, and its data. Plain torch: nothing here knows zero or zcomm, and nothing communicates."""
+"""The model of a random program and its data, in plain torch: no zero, no zcomm, no communication."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ __all__ = ["External", "Model", "loss_by_rank", "new_model", "optimizer_of", "re
 
 BATCH, VOCAB, CLASSES = 2, 11, 3
 EVALUATION = 10_000
-"""The number of the first batch that is not trained on."""
+"""Forwards from this number on are evaluations: their batches are never trained on."""
 
 
 class Scaled(nn.Module):
-    """A parameter without dimensions."""
+    """Has a 0-dimensional parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Scaled(nn.Module):
 
 
 class WithEmpty(nn.Module):
-    """A parameter without elements beside a layer."""
+    """Has a parameter without elements beside a layer."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Lists(nn.Module):
 
 
 class Half(nn.Module):
-    """Two layers, one of which is never used, and a buffer."""
+    """Has two layers, one of which is never used, and a buffer."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -68,15 +68,14 @@ class Half(nn.Module):
 
 
 class External(nn.Module):
-    """Uses the weight of a layer that it does not own, turned round."""
+    """Uses the transposed weight of a layer that it does not own."""
 
     def __init__(self, owner: nn.Linear) -> None:
         super().__init__()
-        self._owner = (owner,)  # in a tuple, which torch does not look into
+        self._owner = (owner,)  # in a tuple, so that nn.Module does not register it as a submodule
 
     @property
     def owner(self) -> nn.Linear:
-        """Whose weight it is."""
         return self._owner[0]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -128,7 +127,7 @@ def _new_layer(block: Block, width: int, layers: list[Any]) -> nn.Module:
 
 
 class Model(nn.Module):
-    """``model(inputs, path)``: outputs, float64 [rows, CLASSES], and what entered the first block."""
+    """``model(inputs, path)`` returns outputs, float64 [rows, CLASSES], and the input of the first block."""
 
     def __init__(self, program: Program) -> None:
         super().__init__()
@@ -145,7 +144,7 @@ class Model(nn.Module):
         else:
             nested = program.container == "nested"
             self.blocks = nn.ModuleList(nn.ModuleList([layer]) if nested else layer for layer in layers)
-        self._layers = tuple(layers)  # in a tuple, which torch does not look into
+        self._layers = tuple(layers)  # in a tuple, so that nn.Module does not register the layers a second time
         is_tied = program.start == "tied tokens"
         self.head = nn.Linear(width, VOCAB if is_tied else CLASSES)
         if is_tied and self.embedding is not None:
@@ -153,7 +152,7 @@ class Model(nn.Module):
 
     @property
     def layers(self) -> tuple[nn.Module, ...]:
-        """By the number of the block."""
+        """The layers in the order of the blocks that describe them."""
         return self._layers
 
     def forward(self, inputs: Tensor, path: tuple[int, ...]) -> tuple[Tensor, Tensor]:
@@ -183,13 +182,13 @@ class Model(nn.Module):
 
 
 def new_model(program: Program) -> Model:
-    """The same numbers wherever it is made."""
+    """Builds the model with the same values in every process."""
     torch.manual_seed(program.seed % 2**31 + program.number)
     return Model(program).double()
 
 
 def register_hooks(model: Model) -> None:
-    """The users' hooks. All are linear, so that a sum over the ranks may be taken before or after them."""
+    """Register the hooks of a user. All are linear, so that they commute with the sum over ranks."""
     for block, layer in zip(model.program.blocks, model.layers, strict=True):
         if "forward" in block.hooks:
             layer.register_forward_hook(lambda _module, _args, output: 0.9 * output)
@@ -210,7 +209,7 @@ def _times(factor: float, grads: Iterable[Tensor | None]) -> tuple[Tensor | None
 
 
 def optimizer_of(program: Program, model: nn.Module) -> torch.optim.Optimizer:
-    """Frozen parameters are in its groups, too. ``eps`` is large: of a gradient of 1e-17 Adam makes a whole step."""
+    """Groups contain frozen parameters, too. ``eps`` is large: or Adam takes a full step for a gradient of 1e-17."""
     params = list(model.parameters())
     groups = [
         {"params": params[group :: program.num_groups], "lr": 0.05 / (group + 1), "weight_decay": 0.02 * group}
@@ -228,7 +227,6 @@ def optimizer_of(program: Program, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def batch(program: Program, number: int, rank: int) -> tuple[Tensor, Tensor]:
-    """Inputs and targets of one rank's forward number ``number``."""
     generator = torch.Generator().manual_seed(1_000_003 * program.number + 101 * number + rank)
     tokens = torch.randint(VOCAB, (BATCH,), generator=generator)
     values = torch.randn(BATCH, program.width, generator=generator, dtype=torch.float64)
@@ -238,7 +236,7 @@ def batch(program: Program, number: int, rank: int) -> tuple[Tensor, Tensor]:
 
 
 def loss_by_rank(model: Model, step: int, number: int, ranks: Iterable[int]) -> list[Tensor]:
-    """The losses of ``ranks`` in forward number ``number``; those that take the same path are one batch."""
+    """The losses of ``ranks`` in forward number ``number``; ranks that take the same path share a batch."""
     program, of_path = model.program, dict[tuple[int, ...], list[int]]()
     for rank in ranks:
         of_path.setdefault(program.path(step, number % EVALUATION, rank), []).append(rank)

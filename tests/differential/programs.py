@@ -1,7 +1,7 @@
-"""Training programs, drawn at random: what model, in what order its blocks run, how it is trained, on which ranks.
+"""Random training programs: the model, the order of its blocks, how it is trained, and on which ranks.
 
-A program is plain data, and the same wherever it is drawn: ``draw(seed, number)``. The stage and the number of ranks go
-by the number, so that any twenty in a row have all of both; everything else is drawn.
+A program is plain data, and ``draw(seed, number)`` gives the same one everywhere. The stage and the number of ranks
+follow from the number, so that any twenty consecutive programs cover all of both; everything else is drawn.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ __all__ = ["Block", "Program", "draw", "features", "simpler"]
 
 STAGES, WORLDS = (0, 1, 2, 3), (1, 2, 3, 5)
 KINDS = ("linear", "mlp", "norm", "residual", "scalar", "empty", "lists", "half", "tied", "external", "deep")
-"""Of blocks; ``half`` never uses one of its two layers."""
-POINTING = ("tied", "external")
-"""Those that use the weight of an earlier block."""
+"""Kinds of blocks; ``half`` never uses one of its two layers."""
+EXTERNAL_KINDS = ("tied", "external")
+"""The kinds that use the weight of an earlier block."""
 HOOKS = ("forward", "forward pre", "backward", "backward pre", "tensor", "parameter")
 CHECKPOINTS = ("", "reentrant", "not reentrant")
 SETTINGS: dict[str, tuple[Any, ...]] = {
@@ -35,21 +35,19 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """One layer, or several."""
-
     kind: str = "linear"
     has_bias: bool = True
     frozen: str = ""
-    """"all", or "biases": 1-dimensional parameters and smaller ones."""
+    """"all", or "biases": parameters with at most one dimension."""
     like: int = 0
-    """Of a block that uses another's weight: whose."""
+    """The number of the block whose weight this one uses, if its kind does that."""
     checkpoint: str = ""
     hooks: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """All that is drawn. The defaults are the plainest."""
+    """One training run. The defaults describe the simplest."""
 
     seed: int
     number: int
@@ -60,68 +58,68 @@ class Program:
     start: str = "features"
     """"features", "tokens" (an embedding), or "tied tokens": the head has the embedding's weight."""
     root: str = ""
-    """A parameter of the root's own: "vector", "scalar", "empty" or none."""
+    """A parameter of the root module itself: "vector", "scalar", "empty" or none."""
     blocks: tuple[Block, ...] = (Block(),)
     container: str = "list"
-    """Blocks in a "list", or each of them in a list of its own, "nested"; or "attributes" of the model."""
+    """The model holds its blocks in a "list", each in a list of its own ("nested"), or as "attributes"."""
     paths: tuple[tuple[int, ...], ...] = ((0,),)
-    """Orders in which blocks run. A block may come twice, or in no path at all."""
+    """Orders in which blocks run. A block may occur twice in a path, or in no path at all."""
     changes_path: str = ""
-    """Takes the next path at each "step" or "forward"."""
+    """When the next path is taken: at each "step" or "forward"."""
     absent: tuple[tuple[int, int], ...] = ()
-    """(rank, block): that rank leaves that block out in every odd step. Below stage 3 only."""
+    """(rank, block): that rank skips that block in every odd step. Below stage 3 only."""
     segment: str = ""
-    """A checkpoint around all blocks together."""
+    """The kind of checkpoint around all blocks together."""
     steps: int = 2
     num_micro: tuple[int, ...] = (1, 1)
     """Micro-batches of each step."""
     num_forwards: int = 1
     """Of each micro-batch."""
     backward: str = "together"
-    """One backward of all forwards' losses "together", or one for "each" of them, or "reversed"."""
+    """"together": one backward of the summed losses of all forwards; "each" or "reversed": one backward per forward."""
     accumulation: str = ""
-    """"counted", "no_sync" for all but the last backward, "no_sync everywhere"; or each backward reduces."""
+    """"counted", "no_sync" for all but the last backward, "no_sync everywhere"; by default each backward reduces."""
     clip: tuple[str, float, float] | None = None
-    """How ("call" or "configured"), the largest norm to leave, and which norm."""
+    """How to clip ("call" or "configured"), the maximum norm, and the type of norm."""
     optimizer: str = "SGD"
     num_groups: int = 1
     lr_factors: tuple[float, ...] = (1.0, 1.0)
     zero_grad: str = "optimizer"
-    """Who clears gradients: "optimizer", "model", or nobody ("never")."""
+    """What clears gradients: "optimizer", "model", or nothing ("never")."""
     evaluates: bool = False
-    """A forward without gradients, in eval mode, after each step."""
+    """Each step is followed by a forward in eval mode without gradients."""
     penalty: bool = False
-    """The loss has the gradient of the outputs by the inputs, too: a double backward."""
+    """The loss includes the gradient of the outputs with respect to the inputs: a double backward."""
     has_late_hooks: bool = False
-    """Users' hooks are registered after the optimizer is there."""
+    """Users' hooks are registered after the optimizer is constructed."""
     declares_external: bool = True
-    """Whether blocks that use another's weight say so, with ``zero.register_external_parameter``."""
+    """Blocks that use another's weight declare that with ``zero.register_external_parameter``."""
     settings: tuple[tuple[str, Any], ...] = ()
 
     @property
     def num_backwards(self) -> tuple[int, ...]:
-        """Of each step."""
+        """The number of backwards in each step."""
         each = 1 if self.backward == "together" else self.num_forwards
         return tuple(num * each for num in self.num_micro)
 
     @property
     def has_hidden_use(self) -> bool:
-        """Whether a recomputation uses another block's weight, and nobody said that it would."""
+        """Whether a recomputation uses another block's weight without a declaration."""
         external = [block for block in self.blocks if block.kind == "external"]
         return not self.declares_external and any(self.segment or block.checkpoint for block in external)
 
     @property
     def needs_leaf(self) -> bool:
-        """Whether the inputs must require gradients: torch warns otherwise, or computes none."""
+        """Whether the inputs must require gradients: otherwise torch warns, or computes no gradients."""
         hooks = {hook for block in self.blocks for hook in block.hooks}
         checkpoints = {self.segment, *(block.checkpoint for block in self.blocks)}
         return self.penalty or "reentrant" in checkpoints or any("backward" in hook for hook in hooks)
 
     def path(self, step: int, forward: int, rank: int) -> tuple[int, ...]:
-        """The blocks of one forward: of step ``step``, the ``forward``-th since training began."""
+        """The blocks that ``rank`` runs in one forward. ``forward`` counts from the start of training."""
         index = {"": 0, "step": step, "forward": forward}[self.changes_path]
-        away = {block for other, block in self.absent if other == rank} if step % 2 else set()
-        return tuple(block for block in self.paths[index % len(self.paths)] if block not in away)
+        skipped = {block for other, block in self.absent if other == rank} if step % 2 else set()
+        return tuple(block for block in self.paths[index % len(self.paths)] if block not in skipped)
 
     def __str__(self) -> str:
         lines = [f"python -m tests.differential --seed {self.seed} --number {self.number}"]
@@ -147,7 +145,7 @@ def _describe(block: Block) -> str:
 
 
 def features(program: Program) -> set[str]:
-    """Names for what is in ``program``, to count what was tried."""
+    """Names of the features in ``program``, to count how often each was tried."""
     names = {f"stage {program.stage}", f"world {program.world_size}", program.start, program.container}
     names |= {f"block: {block.kind}" for block in program.blocks}
     names |= {f"hook: {hook}" for block in program.blocks for hook in block.hooks}
@@ -174,7 +172,7 @@ def features(program: Program) -> set[str]:
 
 
 def draw(seed: int, number: int) -> Program:
-    """The program number ``number`` of those that ``seed`` stands for."""
+    """Draw program ``number`` of the sequence that ``seed`` defines."""
     random_ = random.Random(f"{seed}:{number}")
     stage, world_size = STAGES[number % 4], WORLDS[number // 4 % 4]
     steps = random_.randint(2, 4)
@@ -211,12 +209,12 @@ def _draw_blocks(random_: random.Random) -> tuple[Block, ...]:
     blocks: list[Block] = []
     for _ in range(random_.randint(1, 6)):
         owners = [i for i, block in enumerate(blocks) if block.kind == "linear"]
-        kind = random_.choice([kind for kind in KINDS if owners or kind not in POINTING])
+        kind = random_.choice([kind for kind in KINDS if owners or kind not in EXTERNAL_KINDS])
         block = Block(
             kind=kind,
             has_bias=random_.random() < 0.7,
             frozen=random_.choice(("", "", "", "", "all", "biases")),
-            like=random_.choice(owners) if kind in POINTING else 0,
+            like=random_.choice(owners) if kind in EXTERNAL_KINDS else 0,
             checkpoint=random_.choice(CHECKPOINTS),
             hooks=tuple(hook for hook in HOOKS if random_.random() < 0.1),
         )
@@ -225,7 +223,7 @@ def _draw_blocks(random_: random.Random) -> tuple[Block, ...]:
 
 
 def _with_paths(program: Program, random_: random.Random) -> Program:
-    """Orders of the blocks: some twice, some never, another one at times."""
+    """Draw orders of the blocks: some occur twice, some never, and the order may change."""
     numbers = list(range(len(program.blocks)))
     used = [block for block in numbers if random_.random() < 0.85]
     paths = []
@@ -260,8 +258,8 @@ def _with_training(program: Program, random_: random.Random) -> Program:
 
 
 def _fitted(program: Program) -> Program:
-    """Without what torch itself does not do, or does not do twice alike."""
-    if program.segment:  # torch does not nest the two kinds
+    """Remove combinations that torch does not support or in which it is not deterministic."""
+    if program.segment:  # torch does not nest the two kinds of checkpoint
         program = replace(program, blocks=tuple(replace(block, checkpoint="") for block in program.blocks))
     checkpoints = {program.segment, *(block.checkpoint for block in program.blocks)}
     is_simple = not any("backward" in hook for block in program.blocks for hook in block.hooks)
@@ -276,7 +274,7 @@ def _fitted(program: Program) -> Program:
 
 
 def simpler(program: Program) -> Iterator[Program]:
-    """Programs with one feature fewer, the largest first."""
+    """Yield programs with one feature fewer, the largest features first."""
     for number in range(len(program.blocks)):
         yield from _without_block(program, number)
     plainest = Program(seed=0, number=0)
@@ -314,7 +312,7 @@ def _shorter(program: Program) -> Iterator[Program]:
 
 def _without_block(program: Program, number: int) -> Iterator[Program]:
     others = [block for i, block in enumerate(program.blocks) if i != number]
-    if not others or any(block.kind in POINTING and block.like == number for block in others):
+    if not others or any(block.kind in EXTERNAL_KINDS and block.like == number for block in others):
         return
 
     def renamed(i: int) -> int:

@@ -1,4 +1,4 @@
-"""One program on its ranks, compared with one process; and what became of it, in words."""
+"""Runs one random program on its ranks and compares it with one process; reduces programs that fail."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ __all__ = ["Result", "largest_difference", "run", "shrink"]
 
 
 class Limit(NamedTuple):
-    """A documented limit."""
+    """A documented limit: programs that it concerns must raise this error."""
 
     pattern: str
-    """Of the error, on every rank."""
+    """Regular expression that the error of every rank must match."""
     place: str
-    """Where users read about it."""
+    """The page that documents the limit."""
     holds: Callable[[Program], bool]
-    """Whether a program meets it."""
+    """Whether the limit concerns a program."""
 
 
 TOLERANCE = 1e-10
-"""Absolute, of losses, norms and parameters, which are all of the order of 1."""
+"""Largest absolute difference of losses, norms and parameters, all of which are of the order of 1."""
 LIMITS: tuple[Limit, ...] = (
     Limit(
         r"StateError: '[\w.]+' is released \(.* and was used by \w+ outside the forward of its own module",
@@ -39,19 +39,17 @@ LIMITS: tuple[Limit, ...] = (
         lambda program: program.stage == 3 and program.has_hidden_use,
     ),
 )
-"""The only errors that may refuse a program."""
+"""The only errors with which a program may be refused."""
 
 
 class Result(NamedTuple):
-    """What became of a program."""
-
     outcome: str
     """"equal", "refused" or "failed"."""
     text: str = ""
 
 
 def largest_difference(got: Trained, expected: Trained, rank: int | None = None) -> tuple[float, str]:
-    """The largest absolute difference, and of what. ``rank``: ``got`` has its losses only."""
+    """The largest absolute difference and its place. With ``rank``, ``got`` has the losses of that rank only."""
     pairs = {"norms": (got.norms, expected.norms)}
     for number, (mine, all_) in enumerate(zip(got.losses, expected.losses, strict=True)):
         pairs[f"loss {number}"] = (mine, all_ if rank is None else all_[rank : rank + 1])
@@ -72,7 +70,7 @@ def largest_difference(got: Trained, expected: Trained, rank: int | None = None)
 
 @contextmanager
 def _quick_and_quiet() -> Iterator[None]:
-    """No rank waits long for another that lacks a layer, and none says so; other tests run in the same processes."""
+    """Wait less for ranks that skip a layer, without warnings. Other tests use the same processes: restore both."""
     logger = logging.getLogger("zero")
     before = reducer.MIN_WAIT_S, logger.level
     reducer.MIN_WAIT_S = 1.0
@@ -106,10 +104,10 @@ def _check(rank: int, program: Program, expected: Trained) -> None:
 
 
 def run(program: Program) -> Result:
-    """On ``program.world_size`` ranks, and in this process."""
+    """Run ``program`` on ``program.world_size`` ranks and in this process, and compare."""
     try:
         expected = plain(program)
-    except Exception as error:  # torch's own; no program for anybody
+    except Exception as error:  # plain torch fails, so the program itself is wrong
         return Result("failed", f"plain torch: {type(error).__name__}: {error}")
     try:
         run_ranks(program.world_size, _check, program, expected)
@@ -123,7 +121,7 @@ def run(program: Program) -> Result:
 
 
 def shrink(program: Program, fails: Callable[[Program], bool]) -> Program:
-    """The plainest program near ``program`` that still fails: features are dropped one by one."""
+    """The simplest program near ``program`` that still fails: features are dropped one by one."""
     is_smaller = True
     while is_smaller:
         is_smaller = False

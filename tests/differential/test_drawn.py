@@ -1,4 +1,4 @@
-"""Twenty random training programs a day, against one process; any again by ``python -m tests.differential``."""
+"""Twenty random training programs a day equal one process; ``python -m tests.differential`` repeats any of them."""
 
 # covers zcomm/__init__.py
 
@@ -11,7 +11,7 @@ from datetime import datetime, timezone
 
 import pytest
 
-from tests.conftest import SAID
+from tests.conftest import SUMMARY_LINE
 from tests.differential.programs import HOOKS, KINDS, Block, Program, draw, features
 from tests.differential.run import LIMITS, TOLERANCE, largest_difference, run
 from tests.differential.training import plain
@@ -30,7 +30,7 @@ def test_equals_one_process(number: int) -> None:
 
 
 def test_few_are_refused(record_property: Callable[[str, object], None]) -> None:
-    record_property(SAID, f"random programs (--seed {SEED}): {dict(OUTCOMES)}")
+    record_property(SUMMARY_LINE, f"random programs (--seed {SEED}): {dict(OUTCOMES)}")
     assert OUTCOMES["refused"] <= COUNT // 10
 
 
@@ -55,7 +55,7 @@ ONCE_WRONG = {
         "stage": 3, "penalty": True, "blocks": (Block(kind="deep", frozen="all", checkpoint="not reentrant"),),
     },
 }  # fmt: skip
-"""Programs that gave a wrong number, or hung."""
+"""Programs that once gave wrong values or deadlocked."""
 
 
 @pytest.mark.parametrize("name", ONCE_WRONG)
@@ -66,20 +66,20 @@ def test_what_was_wrong_once_equals_one_process(name: str) -> None:
 
 @pytest.mark.parametrize("defect", ["a rank is lost", "a backward is lost", "gradients are kept"])
 def test_the_comparison_finds(defect: str) -> None:
-    """In the first program that has several backwards a step, and several steps."""
+    """Each defect changes the result of the first program with several backwards a step by 10^6 tolerances or more."""
     programs = (draw(0, number) for number in range(200))
     program = next(
         p for p in programs if p.world_size > 1 and min(p.num_backwards) > 1 and p.zero_grad != "never" and not p.clip
     )
     right, wrong = plain(program), plain(program, defect)
-    if defect == "a rank is lost":  # the losses of the others stay
+    if defect == "a rank is lost":  # the other ranks' losses are unchanged: only the parameters may reveal the defect
         wrong = wrong._replace(losses=right.losses)
     assert largest_difference(wrong, right)[0] > 1e6 * TOLERANCE
     assert largest_difference(right, plain(program))[0] == 0
 
 
 def test_every_feature_is_drawn() -> None:
-    """In 500 programs; and a program is the same whenever it is drawn."""
+    """Every feature occurs at least 20 times in 500 programs, and drawing is deterministic."""
     counted = Counter(name for number in range(500) for name in features(draw(1, number)))
     asked = [f"block: {kind}" for kind in KINDS] + [f"hook: {hook}" for hook in HOOKS]
     asked += [f"stage {stage}" for stage in range(4)] + [f"world {size}" for size in (1, 2, 3, 5)]

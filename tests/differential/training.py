@@ -1,7 +1,7 @@
-"""The training that a program asks for, in one process for all ranks, and on one rank under ZeroOptimizer.
+"""Runs a random program: in one process for all ranks, and on one rank under ZeroOptimizer.
 
-Both go through ``_train``, the loop that a user writes. What is different is whose batches a process has, and who
-averages, clips and clears gradients: :class:`Plain` and :class:`Sharded` share none of that.
+Both go through ``train``, the loop that a user writes. They differ in whose batches a process has and in how gradients
+are averaged, clipped and cleared: :class:`Plain` and :class:`Sharded` share none of that code.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ __all__ = ["Trained", "plain", "train"]
 
 
 class Trained(NamedTuple):
-    """What a program gives, as plain numbers."""
+    """The results of a run, as plain numbers."""
 
     losses: list[list[float]]
-    """Of each forward, evaluations too: of each rank whose batches the process has."""
+    """For each forward, evaluations included: the loss of each rank whose batches this process has."""
     norms: list[float]
-    """Of the gradients of each step, before clipping, if it clips."""
+    """The gradient norm of each step before clipping, if the program clips."""
     values: dict[str, list[float]]
-    """Of the parameters in the end."""
+    """The final parameters."""
 
 
 class Plain:
-    """One process, torch's own optimizer. ``defect``: what it does wrongly, to see that it would be found."""
+    """One process with torch's own optimizer. ``defect`` names an error to make, which the comparison must find."""
 
     def __init__(self, program: Program, model: Model, defect: str = "") -> None:
         self.program, self.model, self.defect = program, model, defect
@@ -40,31 +40,28 @@ class Plain:
         self.groups = self.optimizer.param_groups
 
     def backward(self, loss: Tensor, index: int, count: int) -> None:
-        """Backward number ``index`` of the ``count`` of a step."""
         if self.defect != "a backward is lost" or index or count == 1:
             loss.backward()
 
     def step(self) -> float | None:
-        """Update; the norm of the gradients before clipping, if it clips."""
+        """Update; return the gradient norm before clipping, if the program clips."""
         norm = None
         if self.program.clip is not None:
             _, max_norm, norm_type = self.program.clip
             params = [
                 p for p in self.model.parameters() if p.grad is not None and p.numel()
-            ]  # an empty one has no norm
+            ]  # norms of empty tensors are errors for norm_type=inf
             norm = torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type).item()
         self.optimizer.step()
         return norm
 
     def zero_grad(self) -> None:
-        """As a user does it."""
         if self.defect == "gradients are kept":
             return
         clear(self.program.zero_grad, self.model, self.optimizer)
 
 
 def clear(who: str, model: nn.Module, optimizer: Any) -> None:
-    """Clear gradients by ``who``."""
     if who == "optimizer":
         optimizer.zero_grad()
     elif who == "model":
@@ -72,14 +69,11 @@ def clear(who: str, model: nn.Module, optimizer: Any) -> None:
 
 
 class Sharded:
-    """One rank of ZeroOptimizer."""
-
     def __init__(self, program: Program, model: Model, rank: int, optimizer: Any) -> None:
         self.program, self.model, self.optimizer, self.ranks = program, model, optimizer, [rank]
         self.groups = optimizer.param_groups
 
     def backward(self, loss: Tensor, index: int, count: int) -> None:
-        """Backward number ``index`` of the ``count`` of a step."""
         how = self.program.accumulation
         defers = how == "no_sync everywhere" or (how == "no_sync" and index < count - 1)
         context: AbstractContextManager[None] = self.optimizer.no_sync() if defers else nullcontext()
@@ -87,7 +81,7 @@ class Sharded:
             loss.backward()
 
     def step(self) -> float | None:
-        """Update; the norm of the gradients before clipping, if it clips."""
+        """Update; return the gradient norm before clipping, if the program clips."""
         norm = None
         if self.program.clip is not None and self.program.clip[0] == "call":
             _, max_norm, norm_type = self.program.clip
@@ -98,12 +92,11 @@ class Sharded:
         return norm
 
     def zero_grad(self) -> None:
-        """As a user does it."""
         clear(self.program.zero_grad, self.model, self.optimizer)
 
 
 def options(program: Program) -> dict[str, Any]:
-    """Keywords of ZeroOptimizer."""
+    """Keyword arguments for ZeroOptimizer."""
     settings: dict[str, Any] = {"stage": program.stage, **dict(program.settings)}
     if program.accumulation == "counted":
         settings["gradient_accumulation_steps"] = program.num_backwards[0]
@@ -113,7 +106,7 @@ def options(program: Program) -> dict[str, Any]:
 
 
 def plain(program: Program, defect: str = "") -> Trained:
-    """What ``program`` must give: all ranks' batches in this process."""
+    """The expected results of ``program``: the batches of all ranks in this process."""
     model = new_model(program)
     register_hooks(model)
     side = Plain(program, model, defect)
@@ -128,7 +121,7 @@ def _numbers(tensor: Tensor) -> list[float]:
 
 
 def train(side: Plain | Sharded) -> tuple[list[list[float]], list[float]]:
-    """The losses and norms of all steps."""
+    """Run the program; return all losses and norms."""
     program, losses, norms, number = side.program, list[list[float]](), list[float](), 0
     base = [group["lr"] for group in side.groups]
     for step in range(program.steps):
@@ -157,7 +150,7 @@ def train(side: Plain | Sharded) -> tuple[list[list[float]], list[float]]:
 
 
 def _together(program: Program, losses: list[Tensor]) -> list[Tensor]:
-    """What backward is called of."""
+    """The losses that ``backward`` is called on, in order."""
     if program.backward == "together":
         return [torch.stack(losses).sum()]
     return losses[::-1] if program.backward == "reversed" else losses

@@ -1,4 +1,4 @@
-"""What several files compare with."""
+"""A fixture that several end-to-end tests compare with."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.forks import run_on_forks
 
 @pytest.fixture(scope="session")
 def stands_in_for_two(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the main job wrote on one machine that stands in for two of two ranks."""
+    """The results of the main job on one machine, whose ranks stand in for two nodes of two ranks."""
     output = tmp_path_factory.mktemp("stands_in_for_two")
     run_on_forks(4, [[SCRIPT, *TINY, "--ranks-per-node=2", f"--output={output}"]], cwd=ROOT)
     return output

@@ -1,6 +1,6 @@
-"""The training script of DeepSpeed's tutorials, with one import changed, a small model and text of this repository.
+"""The training script of DeepSpeed's tutorials with one import changed, a small model and this repository's text.
 
-Run by test_deepspeed_script.py. It ends by writing what the test looks at, as JSON.
+test_deepspeed_script.py runs it. At its end it writes the values that the test checks, as JSON.
 """
 
 import json
@@ -30,11 +30,7 @@ args = parser.parse_args()
 
 optimizer = Adam(model.parameters(), lr=3e-5, weight_decay=3e-7)
 
-engine, optimizer, _, scheduler = deepspeed.initialize(
-    args=args,
-    model=model,
-    optimizer=optimizer,
-)
+engine, optimizer, _, scheduler = deepspeed.initialize(args=args, model=model, optimizer=optimizer)
 
 text = (Path(__file__).parents[2] / "README.md").read_bytes()
 datasets = [text[i : i + 64] for i in range(0, len(text) - 64, 16)]
@@ -45,11 +41,7 @@ movements = ExitStack().enter_context(moved())
 for i, data in enumerate(data_loader):
     tokens = data.to(engine.device)
 
-    loss = engine(
-        input_ids=tokens,
-        attention_mask=torch.ones_like(tokens),
-        labels=tokens,
-    ).loss
+    loss = engine(input_ids=tokens, attention_mask=torch.ones_like(tokens), labels=tokens).loss
 
     scale = engine.cur_scale
     engine.backward(loss)

@@ -1,4 +1,4 @@
-"""The main job, small enough for a test: its command line, how it is run, and what it wrote."""
+"""The main job at test size: its command line, how to run it, and how to read its results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TINY = [
 
 
 def run_script(script: str, *arguments: str, timeout_s: int = 100) -> str:
-    """Run a script of bench/ to its end and return what it printed."""
+    """Run a script of bench/ to its end and return its output."""
     done = subprocess.run(
         [sys.executable, script, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=timeout_s, check=False
     )
@@ -27,16 +27,16 @@ def run_script(script: str, *arguments: str, timeout_s: int = 100) -> str:
 
 
 def metrics(output: Path) -> list[dict[str, Any]]:
-    """The lines of a run's metrics.jsonl."""
+    """Parse the lines of a run's metrics.jsonl."""
     return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
 
 
 def losses(output: Path, run: str) -> list[tuple[str, int, float]]:
-    """Every training and held-out loss of ``run``, in order, with all their digits."""
+    """All training and held-out losses of ``run``, in order, at full precision."""
     rows = (row for row in metrics(output) if row["kind"] != "summary" and row["run"] == run)
     return [(row["kind"], row["step"], row["loss"]) for row in rows]
 
 
 def summary(output: Path, run: str) -> dict[str, Any]:
-    """The column of ``run`` in the table."""
+    """The column of ``run`` in the table that the job prints."""
     return next(row for row in metrics(output) if row["kind"] == "summary" and row["run"] == run)

@@ -1,4 +1,4 @@
-"""``zcomm bench --emulate-nodes``: bytes, speed-ups on a slow network, and nothing left behind by any end."""
+"""``zcomm bench --emulate-nodes``: bytes, speed-ups on a slow network, and cleanup however it ends."""
 
 # covers zcomm/_bench/emulated_nodes.py
 
@@ -18,14 +18,10 @@ from tests.end_to_end.job import ROOT
 from zcomm._bench.emulated_nodes import emulated_nodes, unavailable_reason
 
 REASON = unavailable_reason()
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(500),
-    pytest.mark.skipif(REASON is not None, reason=str(REASON)),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(500), pytest.mark.skipif(REASON is not None, reason=str(REASON))]
 BENCH = [sys.executable, "-m", "zcomm", "bench", "--emulate-nodes", "2", "--rate", "200mbit"]
-HEARS_SIGNALS = ["env", "--default-signal=INT"]  # a shell's background jobs ignore Ctrl-C, and so does what they start
-HEADERS = 1514 / 1448  # of a full TCP segment over Ethernet
+HEARS_SIGNALS = ["env", "--default-signal=INT"]  # a shell's background jobs ignore SIGINT, and children inherit that
+HEADERS = 1514 / 1448  # frame over payload: a full TCP segment on Ethernet
 
 
 def _namespaces() -> set[str]:
@@ -43,7 +39,7 @@ def _rows(*arguments: str) -> dict[tuple[str, str], dict[str, Any]]:
 
 
 def test_speed_and_bytes_on_a_slow_network() -> None:
-    """Other jobs on the machine only make it slower: one of three runs has to be as fast as is claimed."""
+    """Other load only makes it slower, so one of three runs must reach the claimed speed."""
     assert any(_is_fast(_exact_rows()) for _ in range(3))
 
 
@@ -55,7 +51,7 @@ def _exact_rows() -> dict[tuple[str, str], dict[str, Any]]:
         if row["format"] != "torch":
             assert row["inter_nbytes"] <= row["wire_nbytes"] <= 1.05 * HEADERS * row["inter_nbytes"]
     torchs = rows["reduce_scatter", "torch"]["wire_nbytes"]
-    assert torchs > 1.9 * rows["reduce_scatter", "bf16"]["wire_nbytes"]  # gloo sends twice what it must
+    assert torchs > 1.9 * rows["reduce_scatter", "bf16"]["wire_nbytes"]  # gloo sends twice the necessary bytes
     return rows
 
 
@@ -68,11 +64,7 @@ def _is_fast(rows: dict[tuple[str, str], dict[str, Any]]) -> bool:
 
 @pytest.mark.parametrize(
     ("when", "number"),
-    [
-        ("in the set-up", signal.SIGINT),
-        ("in the set-up", signal.SIGHUP),
-        ("in a run", signal.SIGTERM),
-    ],
+    [("in the set-up", signal.SIGINT), ("in the set-up", signal.SIGHUP), ("in a run", signal.SIGTERM)],
 )
 def test_a_signal_leaves_nothing_behind(number: signal.Signals, when: str) -> None:
     process = subprocess.Popen(
@@ -91,7 +83,7 @@ def test_a_signal_leaves_nothing_behind(number: signal.Signals, when: str) -> No
     mine = f"zcomm{process.pid}"
     assert not [name for name in _namespaces() if name.startswith(mine)]
     assert not list(Path("/etc/netns").glob(f"{mine}*"))
-    deadline = time.monotonic() + 10  # what was killed may take a moment to end
+    deadline = time.monotonic() + 10  # killed processes may take a moment to end
     while left := _running_in_session(process.pid):
         assert time.monotonic() < deadline, f"outlived their node: {left}"
         time.sleep(0.05)

@@ -1,4 +1,4 @@
-"""``bench/compare.py``'s ranks at miniature size, on ranks that stand in for two nodes."""
+"""``bench/compare.py`` at miniature size, on ranks that stand in for two nodes."""
 
 # covers bench/compare.py bench/compare_ranks.py
 
@@ -35,13 +35,13 @@ def test_systems_take_turns_and_a_second_run_takes_the_rest(tmp_path: Path) -> N
         assert not system["error"]
     assert sorted(plain["losses"]) == ["1", "2"]
     assert plain["losses"] == pytest.approx(ours["losses"], abs=5e-5)
-    assert ours["units"] == pytest.approx(6, rel=0.15)  # float32: twice the three of bfloat16
-    assert "nvme" in refused["error"]  # no folder was named: the failure is a row
+    assert ours["units"] == pytest.approx(6, rel=0.15)  # float32: twice the three for bfloat16
+    assert "nvme" in refused["error"]  # no folder was given: the row reports the failure
     assert refused["seconds"] == []
 
 
 def test_peers_that_accumulate_send_gradients_once_a_step(tmp_path: Path) -> None:
-    """Each learns the same as FSDP2, by what it sends no more than once for one batch; HSDP less between nodes.
+    """Each contender learns the same as FSDP2 while it sends gradients once per step; HSDP sends less between nodes.
 
     Bytes are counted on the loopback interface, which other jobs use as well: one of three runs must be undisturbed.
     """

@@ -1,4 +1,4 @@
-"""``bench/convergence.py`` at miniature size: what it measures, that it goes on where it stopped, and its table."""
+"""``bench/convergence.py`` at miniature size: its measurements, resuming after a stop, and its table."""
 
 # covers bench/contenders/ddp.py bench/contenders/job.py
 
@@ -18,13 +18,13 @@ SHORT = ["--model=test", "--steps=6", "--eval-interval=3", "--seeds=1"]
 WHOLE = ["fp32-ddp", "bf16-zero3", "zeropp", "delta-hpz"]
 STOPPED = ["delta-hpz"]
 TIMES = {"command", "seconds"}
-"""What differs between two equal runs."""
+"""The columns that differ between two equal runs."""
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Runs in one go, the same in pieces, and one with an outlier."""
+    """One uninterrupted run, the same run in two parts, and one with an outlier."""
     folder = tmp_path_factory.mktemp("convergence")
     once = [SCRIPT, *SHORT, f"--results={folder / 'once'}", f"--checkpoints={folder / 'once_checkpoints'}", "--only"]
     parts = [SCRIPT, *SHORT, f"--results={folder / 'parts'}", f"--checkpoints={folder / 'checkpoints'}", "--minutes=0"]
@@ -51,10 +51,10 @@ def test_what_is_measured(folder: Path) -> None:
     assert 2.5 * model_nbytes < plain["inter_nbytes_per_step"] < 2.8 * model_nbytes
     assert zeropp["inter_nbytes_per_step"] < 0.27 * 3 * model_nbytes
     assert delta["inter_nbytes_per_step"] < 0.58 * model_nbytes
-    of_six = 6 * delta["inter_nbytes_per_step"]  # evaluations leave nothing behind that later steps need not send
+    of_six = 6 * delta["inter_nbytes_per_step"]  # an evaluation does not change the bytes of later steps
     assert delta["inter_nbytes"][-1] == pytest.approx(of_six, rel=0.01)
     whole, after_evaluation = zeropp["inter_nbytes_per_step"], zeropp["inter_nbytes"][-1] - zeropp["inter_nbytes"][0]
-    assert 5 * whole > after_evaluation > 4 * whole  # of 6 steps two begin with the parameters of an evaluation
+    assert 5 * whole > after_evaluation > 4 * whole  # 2 of 6 steps start with what an evaluation has gathered
     assert max(error for _, error in ddp["gradient_errors"]) < 1e-6
     assert 0.0005 < plain["gradient_errors"][-1][1] < 0.005  # bf16 has 8 bits
     assert 0.05 < zeropp["gradient_errors"][-1][1] < 0.25  # int4 twice
@@ -71,7 +71,7 @@ def test_a_run_in_parts_is_the_same_run(folder: Path) -> None:
         assert whole["steps_done"] == parts["steps_done"] == 6
         assert set(whole) == set(parts)
         for key in set(whole) - TIMES:
-            if key == "inter_nbytes":  # the first step of a part gathers what an evaluation has left behind
+            if key == "inter_nbytes":  # the first step after a resume repeats gathers of the last evaluation
                 assert whole[key] == pytest.approx(parts[key], rel=0.2)
             else:
                 assert whole[key] == parts[key]

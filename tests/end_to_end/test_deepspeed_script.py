@@ -1,4 +1,4 @@
-"""The training script of DeepSpeed's tutorials runs with one import changed, under their configurations."""
+"""The training script of DeepSpeed's tutorials runs with one import changed, under the tutorials' configurations."""
 
 # covers bench/contenders/job.py bench/side_by_side/configurations.py
 
@@ -23,22 +23,22 @@ pytest.importorskip("transformers", reason="transformers is not installed: it is
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
 SCRIPT = str(ROOT / "tests" / "end_to_end" / "deepspeed_script.py")
 PLACES = {
-    "megatron_stage3_offload": ("device", "cpu"),  # its threshold keeps all parameters of so small a model whole
+    "megatron_stage3_offload": ("device", "cpu"),  # all parameters are below the persistence threshold
     "zero_offload": ("cpu", "cpu"),
     "zero_infinity": ("nvme", "nvme"),
     "zero_infinity_in_memory": ("cpu", "nvme"),
 }
-"""Where parameters and states rest; all others: on the device."""
+"""Where parameters and states are stored; for all other configurations: on the device."""
 SECTION = CONFIGS["zero_infinity"]["zero_optimization"]
 IN_MEMORY = SECTION | {"offload_param": SECTION["offload_param"] | {"max_in_cpu": 1_000_000_000}}
 CONFIGURED = CONFIGS | {"zero_infinity_in_memory": CONFIGS["zero_infinity"] | {"zero_optimization": IN_MEMORY}}
 
 
 def _arguments(name: str, folder: Path) -> list[str]:
-    """Write the configuration ``name``; the script's arguments to run under it."""
-    steps = 30 if "fp16" in CONFIGURED[name] else 9  # until a loss scale has come down from 2^32
+    """Write the configuration ``name``; return the script's arguments to run under it."""
+    steps = 30 if "fp16" in CONFIGURED[name] else 9  # steps until the loss scale has fallen from 2^32
     path = folder / f"{name}.json"
-    path.write_text(json.dumps(CONFIGURED[name]).replace("/local_nvme", str(folder)))  # all that has to be changed
+    path.write_text(json.dumps(CONFIGURED[name]).replace("/local_nvme", str(folder)))  # the only change to the script
     return [f"--deepspeed_config={path}", f"--output={folder / name}", f"--steps={steps}"]
 
 
@@ -47,12 +47,12 @@ def _reports(name: str, folder: Path, world_size: int) -> list[dict[str, Any]]:
 
 
 def _warmup_decay(steps: int) -> float:
-    """The schedule of the configurations after so many steps of it: to 3e-5 in 30 of 300 steps."""
+    """The learning rate after so many steps of the schedule, which warms up to 3e-5 in 30 of 300 steps."""
     return 3e-5 * math.log(max(steps, 1)) / math.log(30) if steps <= 30 else 3e-5 * (300 - (steps - 1)) / 270
 
 
 def _check_fp16(report: dict[str, Any]) -> None:
-    """From scale 2^32: overflows halve it, but for the first (hysteresis 2); none of them moves the schedule."""
+    """Overflows halve the scale of 2^32, except the first (hysteresis 2); none of them advances the schedule."""
     rows, power, num_overflows, num_applied = report["rows"], 32, 0, 0
     for row in rows:
         assert row["scale"] == 2.0**power
@@ -80,19 +80,19 @@ def _check(reports: list[dict[str, Any]], config: dict[str, Any]) -> None:
 
 
 def _check_tiers(report: dict[str, Any], rank: int, places: tuple[str, str], folder: Path) -> None:
-    """Where parameters and states rest, which files that takes, and the bytes that went there and back."""
+    """Check where parameters and states are stored, which files there are, and the bytes moved."""
     counts, shards, num_steps = report["moved"], report["shards"], len(report["rows"])
     in_parameters, in_states = places
     own_numel, num_applied = report["numel"] // 2, num_steps - report["skipped"]
     itemsize = 2 if report["skipped"] else 4
-    said = {"nvme": f"parameters are stored in files below {folder};", "cpu": "parameters are stored in host memory;"}
+    text = {"nvme": f"parameters are stored in files below {folder};", "cpu": "parameters are stored in host memory;"}
     if in_states != "device":
-        assert said.get(in_parameters, "parameters are stored on the device, as they stay full;") in report["effective"]
+        assert text.get(in_parameters, "parameters are stored on the device, as they stay full;") in report["effective"]
         assert "zero's CPUAdam in place of the torch.optim.Adam that was given" in report["effective"]
     assert shards[in_parameters] == sum(shards.values()) >= own_numel * itemsize
     assert ("gradients to_host" in counts) == (in_states != "device")
     if in_states != "device":
-        # Shards have padding, and those in files whole pages.
+        # Shards are padded, and in files they fill whole pages.
         assert own_numel * itemsize <= counts["gradients to_host"] / num_steps <= sum(shards.values())
         assert counts["parameters to_device"] >= num_steps * own_numel * itemsize
     found = {Path(name).parent.name.split("-", 2)[2] for name in report["files"] if name.startswith(f"{folder}/zero-")}
@@ -105,13 +105,12 @@ def _check_tiers(report: dict[str, Any], rank: int, places: tuple[str, str], fol
 
 
 def test_script_runs_unchanged_on_two_ranks(tmp_path: Path) -> None:
-    """One configuration after the other."""
     names = [name for name in CONFIGURED if name not in NEEDS_MORE]
     printed = run_on_forks(2, [[SCRIPT, *_arguments(name, tmp_path)] for name in names], cwd=ROOT)
     assert printed.count("step:0, loss:") == len(names)
     divides = [name for name in names if "activation_checkpointing" in CONFIGURED[name]]
     assert "zero_r" in divides
-    assert printed.count("inactive: partition_activations") == len(divides)  # said once by each
+    assert printed.count("inactive: partition_activations") == len(divides)  # logged once by each script
     for name in names:
         reports = _reports(name, tmp_path, 2)
         _check(reports, CONFIGURED[name])
@@ -120,7 +119,7 @@ def test_script_runs_unchanged_on_two_ranks(tmp_path: Path) -> None:
 
 
 def _run_as_on_two_nodes(rank: int, arguments: list[str]) -> None:
-    """On a live rank, in the environment that torchrun gives to 2 nodes of 2 ranks."""
+    """Run on a live rank in the environment that torchrun sets for 2 nodes of 2 ranks."""
     environment = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "RANK": str(rank), "LOCAL_RANK": str(rank % 2)}
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")

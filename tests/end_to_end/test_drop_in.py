@@ -1,6 +1,6 @@
-"""transformers' GPT-2 under install_ddp and install_fsdp2: loss and bytes beside torch's own communication.
+"""transformers' GPT-2 under install_ddp and install_fsdp2: losses and bytes, compared with torch's own communication.
 
-``python bench/drop_in.py`` is the whole comparison, 300 steps a case, and fails by its exit code.
+``python bench/drop_in.py`` is the full comparison, 300 steps per case; its exit code reports a failure.
 """
 
 # covers bench/beside.py bench/contenders/ddp.py
@@ -22,7 +22,7 @@ LIMITS = {"ddp": 0.40, "fsdp2": 0.45}
 @pytest.mark.slow
 @pytest.mark.timeout(500)
 def test_a_short_run_learns_with_two_fifths_of_the_bytes() -> None:
-    """Each script has ended with exit code 0, so losses and bytes are within their limits."""
+    """The scripts compare losses and bytes with their limits themselves: exit code 0 means both hold."""
     runs = [[SCRIPT, f"--engine={engine}", *SHORT] for engine in LIMITS]
     lines = run_on_forks(4, runs, cwd=ROOT, timeout_s=450).splitlines()
     rows = {row["case"]: row for line in lines if line.startswith("{") and "case" in (row := json.loads(line))}

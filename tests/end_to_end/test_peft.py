@@ -1,4 +1,4 @@
-"""LoRA adapters of ``peft`` on transformers' GPT-2, at stages 2 and 3: as in one process without ZeRO."""
+"""``peft``'s LoRA adapters on transformers' GPT-2 at stages 2 and 3 train as in one process without ZeRO."""
 
 # covers bench/comparison/__init__.py bench/contenders/__init__.py
 
@@ -67,7 +67,7 @@ def _trained_alone(world_size: int) -> tuple[list[float], dict[str, Tensor]]:
 
 
 def _check(rank: int, stage: int, options: dict[str, Any], tolerance: float) -> None:
-    warnings.simplefilter("ignore", FutureWarning)  # peft calls what transformers deprecates
+    warnings.simplefilter("ignore", FutureWarning)  # peft calls functions that transformers has deprecated
     losses, expected = _trained_alone(2)
     model = _model(is_checkpointed=options.pop("is_checkpointed", False))
     trainable = [p for p in model.parameters() if p.requires_grad]
@@ -92,7 +92,7 @@ def _check(rank: int, stage: int, options: dict[str, Any], tolerance: float) -> 
             torch.testing.assert_close(params[name].detach(), value, rtol=0, atol=tolerance, msg=name)
         with torch.no_grad(), engine.module.disable_adapter():  # type: ignore[operator]
             assert _loss(engine.module, 0, rank).isfinite()
-    saved = sum(v.numel() for v in _adapter(engine.module).values())  # as state_dict(): whole on rank 0
+    saved = sum(v.numel() for v in _adapter(engine.module).values())  # like state_dict(): full on rank 0
     assert saved == (numel if rank == 0 or stage < 3 else 0)
     engine.destroy()
 

@@ -1,4 +1,4 @@
-"""bench/pretrain_gpt2.py: the tutorial's flags and JSONs at stages 1, 2 and 3 train alike."""
+"""bench/pretrain_gpt2.py: the tutorial's flags and JSONs train alike at stages 1, 2 and 3."""
 
 # covers bench/contenders/job.py bench/pretrain_gpt2.py
 
@@ -33,11 +33,13 @@ CASES: dict[str, tuple[dict[str, Any], list[str]]] = {
         ["--zero-stage=3", "--checkpoint-activations", "--deepspeed-activation-checkpointing"],
     ),
 }
-"""The tutorial's three JSONs; its threshold keeps every parameter of so small a model whole: once more without it."""
+"""The tutorial's three JSONs. Their threshold keeps every parameter of so small a model persistent, so stage 3 runs
+once more with everything sharded.
+"""
 
 
 def _losses(printed: str) -> list[list[float]]:
-    """Of each run, in order."""
+    """The losses of each run, in order."""
     found: list[list[float]] = []
     for iteration, loss in re.findall(r"iteration +(\d+)/ +4 .*? lm loss: (\S+)", printed):
         found += [[]] if iteration == "1" else []
@@ -54,18 +56,18 @@ def test_the_tutorials_flags_and_files(tmp_path: Path) -> None:
         runs.append([SCRIPT, *TINY, "--deepspeed_config", str(path), *flags])
     by_run = _losses(run_on_forks(2, runs, cwd=ROOT))
     assert [len(losses) for losses in by_run] == [4] * len(CASES)
-    assert by_run[0][0] == pytest.approx(5.545, abs=0.5)  # log 256; a tied embedding foresees repetitions
+    assert by_run[0][0] == pytest.approx(5.545, abs=0.5)  # log 256; a tied embedding makes repetitions likely at once
     assert by_run[0][3] < by_run[0][0] - 0.5
-    assert by_run[1] == by_run[0]  # the same bits
+    assert by_run[1] == by_run[0]  # equal in every bit
     for losses in by_run[2:]:
-        assert losses == pytest.approx(by_run[0], rel=1e-5)  # updated by CPUAdam, which rounds elsewhere
+        assert losses == pytest.approx(by_run[0], rel=1e-5)  # updated by CPUAdam, which rounds differently
 
 
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
         (["--model-parallel-size=2", "--deepspeed_config=x"], "--model-parallel-size must be 1: got 2.*mpu="),
-        (["--deepspeed"], "--deepspeed_config FILE is needed"),
+        (["--deepspeed"], "--deepspeed_config FILE is required"),
     ],
 )
 def test_what_it_does_not_do_is_named(flags: list[str], named: str) -> None:

@@ -1,4 +1,4 @@
-"""The examples of the README and of docs run as they are printed, on the ranks they ask for."""
+"""The examples of the README and of docs run exactly as printed, on the number of ranks they ask for."""
 
 # covers README.md docs/usage.md
 
@@ -29,16 +29,17 @@ EXPECTED = {
         'format=("int8", "int4")': "reduce_scatter",
         "zcomm.Format(": "int4/64:hadamard",
         "relative_errors": "all_reduce",
+        "grad_format": "tokens for this expert; gradient 2.000",
         "install_ddp": "override '2'",
         "install_fsdp2": "gradients int4,int4",
     },
 }
-"""Number of ranks -> what is in one example alone -> what that prints."""
+"""Number of ranks -> a text that identifies one example -> the text that this example prints."""
 
 
 @pytest.mark.parametrize("num_ranks", EXPECTED)
 def test_examples_run(tmp_path: Path, num_ranks: int) -> None:
-    """One start of the ranks for all examples: starting them takes longer than running them."""
+    """All examples share one start of the ranks, which takes longer than running them."""
     paths = []
     for number, text in enumerate(EXPECTED[num_ranks]):
         (example,) = (e for e in EXAMPLES if text in e)

@@ -1,4 +1,4 @@
-"""The main job: it runs as the README says, its bytes and memory are those of the formulas."""
+"""The main job runs as the README says; its bytes and memory are those of the formulas."""
 
 # covers bench/compare.py bench/contenders/alone.py
 
@@ -39,7 +39,7 @@ def test_zeropp_sends_a_quarter_of_plain_zero3_between_nodes(compared: tuple[Pat
     output, _ = compared
     plain, formula = summary(output, "plain ZeRO-3"), summary(output, "plain ZeRO-3 bf16, formula")
     # This model is tiny, so padding to whole blocks and the control messages weigh more than in the real job.
-    # And backward gathers neither embeddings nor the head, which the formula leaves out of account.
+    # Moreover, backward does not gather the embeddings and the head again, which the formula ignores.
     for key in ("between nodes, in M", "bytes per step within nodes"):
         assert 0.9 * formula[key] < plain[key] < 0.97 * formula[key]
     assert summary(output, ALL_SWITCHES)["between nodes, in M"] <= 0.27 * formula["between nodes, in M"]
@@ -53,13 +53,13 @@ def test_model_states_take_the_memory_of_the_formula(compared: tuple[Path, str])
 
 
 def test_the_same_run_twice_gives_the_same_bits(compared: tuple[Path, str], stands_in_for_two: Path) -> None:
-    # Alone: what it is compared with changes nothing either.
+    # The run without communication: its contender changes nothing else either.
     assert len(losses(stands_in_for_two, ALL_SWITCHES)) > 2
     assert losses(stands_in_for_two, ALL_SWITCHES) == losses(compared[0], ALL_SWITCHES)
 
 
 def test_zero_step_agrees_with_its_peers() -> None:
-    """Speed of every contender that needs torch alone, then the memory of two, as zero_step.py itself starts them."""
+    """Time every contender that needs torch alone, then measure the memory of two, which zero_step.py starts."""
     small = ["--num-layers=1", "--hidden-size=32", "--seq-length=16"]
     timed = [str(ROOT / "bench" / "zero_step.py"), *small, "--rounds=2", "--steps=2", "--contenders", *PEERS]
     memory = str(ROOT / "bench" / "zero_memory.py")

@@ -1,4 +1,4 @@
-"""The main job as on two machines: two torchrun agents in two network namespaces, nodes from torchrun's environment."""
+"""The main job as on two machines: two torchrun agents in two network namespaces, which define the nodes."""
 
 # covers zcomm/_bench/emulated_nodes.py
 
@@ -14,11 +14,7 @@ from tests.end_to_end.job import ROOT, SCRIPT, TINY, losses, summary
 from zcomm._bench.emulated_nodes import Node, emulated_nodes, unavailable_reason
 
 REASON = unavailable_reason()
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(500),
-    pytest.mark.skipif(REASON is not None, reason=str(REASON)),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(500), pytest.mark.skipif(REASON is not None, reason=str(REASON))]
 RUN = "ZeRO-3 qwZ qgZ hpZ"
 
 
@@ -46,7 +42,7 @@ def _run_on_two_machines(output: Path) -> None:
                 agent.stdout.close()
     failed = [text for agent, text in zip(agents, printed, strict=True) if agent.returncode != 0]
     if failed:
-        pytest.fail("\n".join(failed), pytrace=False)  # whole: an assertion would cut it
+        pytest.fail("\n".join(failed), pytrace=False)  # print the full output: an assertion message would cut it
 
 
 def test_two_machines_give_the_losses_of_one(tmp_path: Path, stands_in_for_two: Path) -> None:

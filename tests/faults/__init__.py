@@ -1,4 +1,4 @@
-"""Faults of a whole job: real processes that train, suffer something at a random moment, and start again.
+"""Faults of a whole job: real processes train, a fault occurs at a random moment, and the job restarts.
 
 definition.py   every fault: what is done, and what must follow
 job.py          one rank of the job, with the fault in it

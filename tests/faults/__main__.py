@@ -1,4 +1,4 @@
-"""Many faults: ``python -m tests.faults --runs 450 --torchrun 50 --network 6``. Goes on where the log ends.
+"""Run a job many times with random faults: ``python -m tests.faults --runs 450 --torchrun 50 --network 6``.
 
 The log has a line of JSON for each run: what was drawn, how it came out, every rank's error, seconds. The tables of
 bench/results/faults.md are made from it, at the end or with ``--table`` alone.
@@ -25,7 +25,7 @@ from typing import Any
 
 from tests.faults.definition import CONFIGS, FAULTS, draw_spec
 from tests.faults.elastic import ROOT, run_elastic, run_on_two_machines
-from tests.faults.forked import attempt_forked, run_forked, told
+from tests.faults.forked import attempt_forked, read_reports, run_forked
 from tests.ranks import forkserver
 
 RUN = {"forked": run_forked, "torchrun": run_elastic, "network": run_on_two_machines}
@@ -38,14 +38,14 @@ Line = dict[str, Any]
 
 
 class References:
-    """Digests of runs that nothing disturbed, or that leave out the update of a step; each made once."""
+    """Digests of undisturbed runs, and of runs that skip the update of one step; each is computed once."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[str, int], str] = {}
         self._locks = {name: threading.Lock() for name in CONFIGS}
 
     def of(self, spec: dict[str, Any]) -> str:
-        """What a run of ``spec`` must end with."""
+        """The digest with which a run of ``spec`` must end."""
         if spec["fault"] == "huge value":
             return "any"
         left_out = spec["step"] if spec["fault"] in ("NaN", "infinity") else -1
@@ -64,13 +64,12 @@ def _reference(config: str, left_out: int) -> str:
         (folder / "files").mkdir()
         (folder / "spec.json").write_text(json.dumps(spec))
         assert attempt_forked(spec, folder, 0), f"an undisturbed run hangs: {config}"
-        ends, errors = told(folder, 0, "end"), told(folder, 0, "error")
+        ends, errors = read_reports(folder, 0, "end"), read_reports(folder, 0, "error")
         assert not errors, f"an undisturbed run fails: {config}: {errors}"
         return str(ends[0]["hash"])
 
 
 def run_one(mode: str, seed: int, references: References) -> Line:
-    """One run, in a folder of its own."""
     spec = draw_spec(seed, mode)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -83,7 +82,6 @@ def run_one(mode: str, seed: int, references: References) -> Line:
 
 @cache
 def source() -> str:
-    """A digest of the library's files."""
     found = hashlib.sha256()
     for path in sorted(p for top in ("zcomm", "zero", "cpp") for p in (ROOT / top).rglob("*")):
         if path.suffix in (".py", ".cc", ".h"):
@@ -92,7 +90,7 @@ def source() -> str:
 
 
 def read_log(path: Path) -> list[Line]:
-    """Its runs, the last one of each seed."""
+    """Return the runs in the log, the last one of each seed."""
     if not path.exists():
         return []
     with lzma.open(path, "rt") as file:
@@ -101,22 +99,22 @@ def read_log(path: Path) -> list[Line]:
 
 
 def write_log(path: Path, lines: Sequence[Line]) -> None:
-    """All of it, in the order of modes and seeds."""
+    """Write all runs, in the order of modes and seeds."""
     with lzma.open(path, "wt", preset=9) as file:
         for line in sorted(lines, key=lambda line: (line["mode"], line["seed"])):
             file.write(json.dumps(line) + "\n")
 
 
 def tables(lines: Sequence[Line]) -> str:
-    """How the runs came out: by fault, by configuration, and which errors ranks told that suffered nothing."""
+    """The outcomes by fault and by configuration, and which errors the unaffected ranks raised."""
     head = " | runs | " + " | ".join(OUTCOMES) + " |"
     rows = ["| fault | what is done | what must follow" + head + " error after (s) |", "|---|---|---|" + "---|" * 7]
     for name, fault in FAULTS.items():
         for mode in fault.modes:
             mine = [line for line in lines if (line["fault"], line["mode"]) == (name, mode)]
             late = [line["error_after_s"] for line in mine if line.get("error_after_s") is not None]
-            said = f"<= {max(late):.1f}" if late else "-"
-            rows.append(f"| {name} ({mode}) | {fault.what} | {fault.must} | {_counted(mine)} | {said} |")
+            seconds_text = f"<= {max(late):.1f}" if late else "-"
+            rows.append(f"| {name} ({mode}) | {fault.what} | {fault.must} | {_counted(mine)} | {seconds_text} |")
     rows += [f"| all | | | {_counted(lines)} | |", "", "| configuration | ranks" + head, "|---|---|" + "---|" * 6]
     for name, config in CONFIGS.items():
         mine = [line for line in lines if line["config"] == name]
@@ -155,7 +153,7 @@ def main() -> int:
     parser.add_argument("--network", type=int, default=6, help="under torchrun on two emulated machines")
     parser.add_argument("--log", type=Path, default=LOG)
     parser.add_argument("--at-once", type=int, default=2)
-    parser.add_argument("--seconds", type=float, default=1e9, help="begin no run after so long")
+    parser.add_argument("--seconds", type=float, default=1e9, help="start no run after so long")
     parser.add_argument("--again", action="store_true", help="also what was run with another source of the library")
     parser.add_argument("--table", action="store_true", help="run nothing")
     args = parser.parse_args()
@@ -170,7 +168,7 @@ def main() -> int:
 
 
 def wanted(args: argparse.Namespace, lines: Sequence[Line]) -> list[tuple[str, int]]:
-    """Modes and seeds that ``lines`` lack, or that were not ok with another source of the library."""
+    """Modes and seeds that ``lines`` lacks, or that failed with another version of the library's source."""
     now = source()
     is_done = [line["source"] == now or (line["outcome"] == "ok" and not args.again) for line in lines]
     done = {(line["mode"], line["seed"]) for line, holds in zip(lines, is_done, strict=True) if holds}
@@ -179,7 +177,7 @@ def wanted(args: argparse.Namespace, lines: Sequence[Line]) -> list[tuple[str, i
 
 
 def run_all(runs: Sequence[tuple[str, int]], log: Path, at_once: int, seconds: float, references: References) -> None:
-    """Run them and add a line each to ``log``, a compressed stream of its own; those that are not ok are printed."""
+    """Run them, append one line each to ``log`` (as a separate compressed stream), and print failures."""
     deadline, lock = time.monotonic() + seconds, threading.Lock()
 
     def one(mode: str, seed: int) -> None:

@@ -1,4 +1,4 @@
-"""Every fault of a job, and what must follow from it. The table in bench/results/faults.md is made from this."""
+"""Defines every fault of a job and its expected effects; the table in bench/results/faults.md is made from this."""
 
 from __future__ import annotations
 
@@ -11,39 +11,39 @@ __all__ = ["CONFIGS", "FAULTS", "SAVE_EVERY", "STEPS", "TIMEOUT_S", "Config", "F
 
 STEPS, SAVE_EVERY = 6, 2
 TIMEOUT_S = 8
-"""Of the process groups."""
+"""The timeout of the process groups, in seconds."""
 ANY = ".*"
 LOST_PEER = "CommunicationError|DivergedError|CheckpointError: (CommunicationError|DivergedError)"
-"""A peer is gone, or has stopped: what docs/guarantees.md names for who waits for it, the last of them in a save."""
+"""Errors that docs/guarantees.md names for a rank whose peer has died or stopped; the last ones occur in a save."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One kind."""
+    """One kind of fault."""
 
     what: str
-    """Is done, on one rank, at a random moment."""
+    """What is done, on one rank, at a random moment."""
     must: str
-    """Follow, beside this: nobody hangs; the next start goes on from the last complete checkpoint, to the same bits."""
+    """What must follow, besides: no rank hangs, and a restart resumes the last complete checkpoint with equal bits."""
     survivors: str = ""
-    """How the error of every other rank begins, its class and text, as a pattern; empty: there is no error."""
+    """A pattern for the start of every other rank's error, its class and text; empty: there is no error."""
     victim: str | None = None
-    """The same of the rank itself; None: it has none to tell."""
+    """The same for the faulty rank; None: it reports no error."""
     text: str = ANY
-    """In the text of every error."""
+    """A pattern that every error's text must contain."""
     is_same: bool = False
-    """The class and text are the same on every rank."""
+    """Whether class and text of the error are the same on every rank."""
     may_miss: bool = False
-    """There may be no error, and the right bits."""
+    """Whether the run may also end without an error, with the right bits."""
     goes_on: bool = False
-    """The training ends in the same run."""
+    """Whether the training completes in the same run."""
     only: str = ""
-    """The configurations it needs: a pattern."""
+    """A pattern for the configurations to which this fault applies."""
     modes: tuple[str, ...] = ("forked", "torchrun")
 
     @property
     def is_felt_by_peers(self) -> bool:
-        """Whether the others only see that a rank is gone."""
+        """Whether the other ranks only observe that a rank is gone."""
         return self.survivors == LOST_PEER
 
 
@@ -98,20 +98,19 @@ FAULTS: dict[str, Fault] = {
 
 @dataclass(frozen=True)
 class Config:
-    """What a job trains with."""
+    """The configuration of a job."""
 
     options: dict[str, Any]
-    """Of ZeroOptimizer, without the folders."""
+    """Arguments of ZeroOptimizer, without the folders."""
     nodes: int = 1
     ranks_per_node: int = 2
     micro_batches: int = 1
-    """In a step."""
+    """Micro-batches of a step."""
     defers: bool = False
-    """Whether gradients of all but the last micro-batch wait on their rank, in ``no_sync()``."""
+    """Whether gradients are accumulated in ``no_sync()`` and reduced at the last micro-batch only."""
 
     @property
     def ranks(self) -> int:
-        """Of the job."""
         return self.nodes * self.ranks_per_node
 
 
@@ -138,11 +137,11 @@ CONFIGS: dict[str, Config] = {
     "delta-hpZ, 2 x 2": Config({"stage": 3, **SMALL, "mode": "delta_hpz"}, nodes=2, micro_batches=2),
     "delta-hpZ, 2 x 2, NVMe": Config({"stage": 3, **SMALL, "mode": "delta_hpz", **STATES}, nodes=2),
 }
-"""Nodes are stood in for by ranks of one machine; in the mode "network" they are two machines."""
+"""Ranks of one machine stand in for nodes; in the mode "network" there are two emulated machines."""
 
 
 def draw_spec(seed: int, mode: str) -> dict[str, Any]:
-    """What run ``seed`` of a mode does: faults in turn, each with its configurations in turn, all else at random."""
+    """Draw run ``seed`` of a mode: faults and their configurations in turn, everything else at random."""
     draw = random.Random(f"{mode} {seed}")
     kinds = [name for name, fault in FAULTS.items() if mode in fault.modes]
     lap, place = divmod(seed, len(kinds))

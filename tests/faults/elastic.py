@@ -1,4 +1,4 @@
-"""The job under torchrun with restarts."""
+"""Runs the job under torchrun, which restarts it."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from typing import Any, NamedTuple
 import torch.distributed.run
 
 from tests.faults.definition import TIMEOUT_S
-from tests.faults.forked import SLACK_S, attempt_forked, judge, ranks_of, saved_at_first, told
+from tests.faults.forked import SLACK_S, attempt_forked, judge, ranks_of, read_reports, saved_at_first
 from tests.ranks import forkserver
 from zcomm._bench.emulated_nodes import INTERFACE, Node, emulated_nodes, unavailable_reason
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S, MACHINES = 150, 2
 COLD_EVERY = 8
-"""Of so many seeds one starts torchrun as a command, and ranks as commands; the others are forks: imports take long."""
+"""One of so many seeds starts torchrun and the ranks as commands; the others fork them, because imports take long."""
 
 
 def run_elastic(spec: dict[str, Any], folder: Path, reference: str) -> dict[str, Any]:
-    """One run: torchrun starts the ranks, and again after the fault. Its store outlives them."""
+    """Run once: torchrun starts the ranks, and restarts them after the fault. Its store outlives them."""
     (folder / "files").mkdir()
     (folder / "spec.json").write_text(json.dumps(spec))
     started, job = time.monotonic(), ["-m", "tests.faults.job", str(folder)]
@@ -43,15 +43,15 @@ def run_elastic(spec: dict[str, Any], folder: Path, reference: str) -> dict[str,
 
 
 class _Agent(NamedTuple):
-    """torchrun, under way."""
+    """A running torchrun."""
 
     ends_within: Callable[[float], bool]
-    """Waits so many seconds for its end."""
+    """Waits for it to end, for so many seconds at most."""
 
 
 @contextmanager
 def _agent(folder: Path, options: list[str], node: Node | None = None) -> Iterator[_Agent]:
-    """torchrun as a command, killed at the end with what it has started."""
+    """Start torchrun as a command; at exit, kill it and everything that it has started."""
     variables = (dict(os.environ) if node is None else node.environment()) | {"OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "torch.distributed.run", *options]
     if node is not None:
@@ -73,7 +73,7 @@ def _agent(folder: Path, options: list[str], node: Node | None = None) -> Iterat
 
 @contextmanager
 def _forked_agent(folder: Path, options: list[str]) -> Iterator[_Agent]:
-    """torchrun's own code on a fork of a process that has imported everything, with its ranks as forks of that."""
+    """Run torchrun's code on a fork of a process that has imported everything; its ranks are forks of that fork."""
     agent: Any = forkserver().Process(target=_serve_agent, args=(folder, options))
     agent.start()
 
@@ -105,7 +105,7 @@ def _serve_agent(folder: Path, options: list[str]) -> None:
 
 
 def run_on_two_machines(spec: dict[str, Any], folder: Path, reference: str) -> dict[str, Any]:
-    """Half of the ranks on each machine; the network of the victim's is cut. The second attempt is on forks."""
+    """Run half of the ranks on each machine and cut the network of one. The second attempt is on forks."""
     started, reason = time.monotonic(), unavailable_reason()
     if reason is not None:
         return {**spec, "outcome": "skipped", "problems": [reason]}
@@ -124,7 +124,7 @@ def run_on_two_machines(spec: dict[str, Any], folder: Path, reference: str) -> d
         _cut(nodes[spec["victim"] // of_machine], spec["fault"])
         (folder / "fault").write_text(str(time.time()))
         (folder / "cut").touch()
-        is_over = is_cut and _wait(lambda: len(told(folder, 0, "error")) == ranks_of(spec), TIMEOUT_S + SLACK_S)
+        is_over = is_cut and _wait(lambda: len(read_reports(folder, 0, "error")) == ranks_of(spec), TIMEOUT_S + SLACK_S)
     is_over = is_over and attempt_forked(spec, folder, 1)
     found = judge(spec, folder, reference, saved_at_first(folder)) if is_over else {"outcome": "hang"}
     return {**spec, **found, "took_s": round(time.monotonic() - started, 2)}

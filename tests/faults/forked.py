@@ -1,4 +1,4 @@
-"""The job on forks of one process that has imported everything: a new pool for each attempt."""
+"""Runs the job on forks of one process that has imported everything; each attempt has a new pool."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from tests.faults.job import flip, live
 from tests.ranks import forkserver
 
 SLACK_S = 60
-"""Slack of a slow machine: a hang is for ever."""
+"""Slack for slow machines, in seconds: a deadlock would last longer than any slack."""
 
-Told = dict[str, Any]
+Report = dict[str, Any]
 
 
 def _serve(folder: Path, attempt: int, rank: int, world_size: int) -> None:
@@ -35,12 +35,11 @@ def _serve(folder: Path, attempt: int, rank: int, world_size: int) -> None:
 
 
 def ranks_of(spec: dict[str, Any]) -> int:
-    """How many there are."""
     return CONFIGS[spec["config"]].ranks
 
 
 def attempt_forked(spec: dict[str, Any], folder: Path, attempt: int) -> bool:
-    """Run the ranks to their end; whether all ended in time."""
+    """Run the ranks; return whether all ended in time."""
     processes: list[Any] = []
     for rank in range(ranks_of(spec)):
         arguments = folder, attempt, rank, ranks_of(spec)
@@ -58,20 +57,20 @@ def attempt_forked(spec: dict[str, Any], folder: Path, attempt: int) -> bool:
     return is_over
 
 
-def told(folder: Path, attempt: int, what: str) -> dict[int, Told]:
-    """By rank, what was told in an attempt."""
+def read_reports(folder: Path, attempt: int, what: str) -> dict[int, Report]:
+    """By rank, what it reported in an attempt."""
     paths = sorted(folder.glob(f"{attempt}-*-{what}.json"))
     return {int(path.name.split("-")[1]): json.loads(path.read_text()) for path in paths}
 
 
 def saved_at_first(folder: Path) -> int:
-    """The last step that the attempt with the fault has saved."""
+    """The last step that the attempt with the fault saved."""
     path = folder / "saved-0"
     return int(path.read_text()) if path.exists() else 0
 
 
 def _damage(folder: Path, spec: dict[str, Any]) -> None:
-    """A bit of the newest checkpoint, ``latest`` included, between two attempts."""
+    """Flip a bit of the newest checkpoint, ``latest`` included, between two attempts."""
     saved = saved_at_first(folder)
     (folder / "before").write_text(f"step{saved - SAVE_EVERY}" if saved > SAVE_EVERY else "")
     draw = random.Random(spec["draw"])
@@ -80,7 +79,7 @@ def _damage(folder: Path, spec: dict[str, Any]) -> None:
 
 
 def run_forked(spec: dict[str, Any], folder: Path, reference: str) -> dict[str, Any]:
-    """One run: the attempt with the fault, then another; what came of it."""
+    """Run the attempt with the fault, then another; return the outcome."""
     (folder / "files").mkdir()
     (folder / "spec.json").write_text(json.dumps(spec))
     started = time.monotonic()
@@ -93,26 +92,28 @@ def run_forked(spec: dict[str, Any], folder: Path, reference: str) -> dict[str, 
     if is_damaged(spec) and saved:
         _damage(folder, spec)
         is_over = attempt_forked(spec, folder, 1) and is_over
-    elif (is_over and told(folder, 0, "error")) or len(told(folder, 0, "end")) < ranks_of(spec):
+    elif (is_over and read_reports(folder, 0, "error")) or len(read_reports(folder, 0, "end")) < ranks_of(spec):
         is_over = attempt_forked(spec, folder, 1) and is_over
     found = judge(spec, folder, reference, saved) if is_over else {"outcome": "hang"}
     return {**spec, **found, "took_s": round(time.monotonic() - started, 2)}
 
 
 def is_damaged(spec: dict[str, Any]) -> bool:
-    """Whether the fault lies in a file, between two attempts."""
+    """Whether the fault damages a file between two attempts."""
     return bool(spec["fault"] == "bit in a checkpoint")
 
 
 def judge(spec: dict[str, Any], folder: Path, reference: str, saved: int) -> dict[str, Any]:
-    """Compare what was told with what must follow."""
+    """Compare the ranks' reports with what must follow from the fault."""
     fault = FAULTS[spec["fault"]]
     damaged = is_damaged(spec)
-    errors = told(folder, 1, "load") if damaged else told(folder, 0, "error")
-    problems = [] if fault.goes_on and not errors else list(wrong_errors(spec, errors, set(told(folder, 0, "end"))))
-    ends = next((found for attempt in (2, 1, 0) if (found := told(folder, attempt, "end"))), {})
+    errors = read_reports(folder, 1, "load") if damaged else read_reports(folder, 0, "error")
+    problems = (
+        [] if fault.goes_on and not errors else list(wrong_errors(spec, errors, set(read_reports(folder, 0, "end"))))
+    )
+    ends = next((found for attempt in (2, 1, 0) if (found := read_reports(folder, attempt, "end"))), {})
     hashes = {one["hash"] for one in ends.values()}
-    begins = {one["began"] for one in told(folder, 1, "began").values()}
+    begins = {one["began"] for one in read_reports(folder, 1, "began").values()}
     outcome = "ok"
     if problems:
         outcome = "unnamed"
@@ -124,7 +125,7 @@ def judge(spec: dict[str, Any], folder: Path, reference: str, saved: int) -> dic
         or (reference != "any" and hashes != {reference})
         or "not finite" in hashes
     ):
-        left = {rank: one["text"][:300] for rank, one in told(folder, 1, "error").items()}
+        left = {rank: one["text"][:300] for rank, one in read_reports(folder, 1, "error").items()}
         outcome, problems = "wrong", [*problems, f"{len(ends)} ends, {len(hashes)} hashes, {left}"]
     fault_at = float((folder / "fault").read_text()) if (folder / "fault").exists() else None
     late = [one["at"] - fault_at for one in errors.values()] if fault_at else []
@@ -135,8 +136,8 @@ def judge(spec: dict[str, Any], folder: Path, reference: str, saved: int) -> dic
     }  # fmt: skip
 
 
-def wrong_errors(spec: dict[str, Any], errors: dict[int, Told], ended: set[int]) -> Iterator[str]:
-    """What is missing from ``errors``, or is none of what must follow; ``ended``: ranks that trained to the end."""
+def wrong_errors(spec: dict[str, Any], errors: dict[int, Report], ended: set[int]) -> Iterator[str]:
+    """Yield errors that are missing, or that do not follow from the fault; ``ended``: ranks that trained to the end."""
     fault = FAULTS[spec["fault"]]
     for rank in range(ranks_of(spec)):
         wanted = fault.victim if rank == spec["victim"] else fault.survivors
@@ -147,9 +148,9 @@ def wrong_errors(spec: dict[str, Any], errors: dict[int, Told], ended: set[int])
             if wanted and not has_all and not fault.may_miss:
                 yield f"rank {rank} has no error"
             continue
-        told = f"{errors[rank]['error']}: {errors[rank]['text']}"
-        if not wanted or not re.match(rf"(?:{wanted})\b", told) or not re.search(fault.text, told):
-            yield f"rank {rank}: {told[:300]}"
+        text = f"{errors[rank]['error']}: {errors[rank]['text']}"
+        if not wanted or not re.match(rf"(?:{wanted})\b", text) or not re.search(fault.text, text):
+            yield f"rank {rank}: {text[:300]}"
     same = {(one["error"], re.sub(r"^rank \d+: ", "", one["text"])) for one in errors.values()}  # the others name whose
     if fault.is_same and len(same) > 1:
         yield f"not the same: {[one['text'][:200] for one in errors.values()]}"

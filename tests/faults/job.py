@@ -1,4 +1,4 @@
-"""One rank of a job: trains a tiny model with checkpoints, goes on from the last one, and suffers a fault at one step.
+"""Runs one rank of a job: trains a tiny model with checkpoints, resumes from the last one, has a fault at one step.
 
 FOLDER/spec.json            what happens: tests.faults.definition.draw_spec
 FOLDER/checkpoints, files   what it saves, and keeps on its disk
@@ -32,7 +32,7 @@ import zero
 from tests.faults.definition import CONFIGS, SAVE_EVERY, STEPS, TIMEOUT_S
 from tests.zero.models import batch, loss_of, new_model
 from zcomm._base import env
-from zcomm._transport import checked, fingerprint
+from zcomm._transport import checked, environment_check
 
 LR, HANG_S = 1e-2, 60
 SIGNALS = {"SIGKILL": signal.SIGKILL, "SIGTERM": signal.SIGTERM, "SIGSTOP": signal.SIGSTOP}
@@ -40,7 +40,7 @@ SPOILED = {"NaN": float("nan"), "infinity": float("inf"), "huge value": 1e30}
 
 
 class Rank:
-    """This process's part of the job."""
+    """This process as a rank of the job."""
 
     def __init__(self, folder: Path, attempt: int) -> None:
         self.folder, self.attempt = folder, attempt
@@ -51,7 +51,7 @@ class Rank:
         self.is_victim = bool(self.kind) and self.rank == self.spec["victim"]
 
     def suffers(self, *kinds: str) -> bool:
-        """Whether this rank's fault is one of them."""
+        """Whether one of these faults occurs on this rank."""
         return self.is_victim and self.kind in kinds
 
     def happened(self) -> None:
@@ -61,8 +61,8 @@ class Rank:
         if self.suffers("another model", "another dtype", "another configuration", "another library"):
             self.happened()
         if self.suffers("another library"):
-            usual = fingerprint.facts
-            fingerprint.facts = lambda: usual() | {"zcomm-zero": "0.0.9"}
+            usual = environment_check.facts
+            environment_check.facts = lambda: usual() | {"zcomm-zero": "0.0.9"}
         model = new_model(torch.bfloat16)
         if self.suffers("another model"):
             model.shared = torch.nn.Linear(24, 25, dtype=torch.bfloat16)
@@ -77,7 +77,7 @@ class Rank:
         return model, zero.ZeroOptimizer(model, zero.CPUAdam, lr=lr, **options)
 
     def load(self, optimizer: zero.ZeroOptimizer) -> int:
-        """The step to go on at. If the newest checkpoint is damaged that is told, and the one before is taken."""
+        """Return the step to resume at. A damaged newest checkpoint is reported, and the one before it is loaded."""
         folder = self.folder / "checkpoints"
         try:
             return int(zero.load_checkpoint(optimizer, folder).client_state.get("step", 0))
@@ -129,16 +129,16 @@ class Rank:
             (self.folder / f"saved-{self.attempt}").write_text(str(step))
 
     def tell(self, what: str, error: BaseException | None = None, **more: Any) -> None:
-        told: dict[str, Any] = {"at": time.time(), **more}
+        report: dict[str, Any] = {"at": time.time(), **more}
         if error is not None:
-            told |= {"error": type(error).__name__, "text": str(error)}
+            report |= {"error": type(error).__name__, "text": str(error)}
         path = self.folder / f"{self.attempt}-{self.rank}-{what}.json"
-        path.with_suffix(".new").write_text(json.dumps(told))
+        path.with_suffix(".new").write_text(json.dumps(report))
         path.with_suffix(".new").replace(path)
 
     @contextmanager
     def fault_at(self, step: int) -> Iterator[None]:
-        """The fault inside, if this is its step and it has no place of its own."""
+        """Inject the fault inside this block, if this is its step and no other place injects it."""
         if step != self.spec["step"] or not self.is_victim:
             yield
             return
@@ -190,7 +190,7 @@ class Rank:
 
     @contextmanager
     def _flipped_message(self) -> Iterator[None]:
-        """In one of the next exchanges; what is behind the last of the step waits for the next one."""
+        """Flip a bit in one of the next exchanges, in the next step if this one has too few."""
         draw, usual = random.Random(self.spec["draw"]), checked.wait_received
         left = [draw.randrange(1, 12)]
 
@@ -216,7 +216,7 @@ class Rank:
 
     @contextmanager
     def _no_memory(self) -> Iterator[None]:
-        """At one of the next allocations of a step, whoever makes it."""
+        """Fail one of the next allocations of a step, whichever code makes it."""
         left, usual = [random.Random(self.spec["draw"]).randrange(1, 5)], torch.empty
 
         def empty(*args: Any, **kwargs: Any) -> Tensor:
@@ -234,7 +234,7 @@ class Rank:
 
 
 def flip(path: Path, draw: random.Random) -> None:
-    """Turn one bit of a file."""
+    """Flip one bit of a file."""
     number = os.open(path, os.O_RDWR)
     at = draw.randrange(os.fstat(number).st_size)
     (byte,) = os.pread(number, 1, at)
@@ -243,7 +243,7 @@ def flip(path: Path, draw: random.Random) -> None:
 
 
 def digest(model: torch.nn.Module, optimizer: zero.ZeroOptimizer) -> str:
-    """Of all parameters and masters, whole; "not finite" if one value is not. Collective."""
+    """A digest of all full parameters and masters; "not finite" if a value is not. Collective."""
     found = hashlib.sha256()
     for name, param in model.named_parameters():
         whole = zero.utils.safe_get_full_fp32_param(param)
@@ -257,7 +257,7 @@ def digest(model: torch.nn.Module, optimizer: zero.ZeroOptimizer) -> str:
 
 
 def live(folder: Path, attempt: int, **group: Any) -> int:
-    """The whole life of a rank; its exit code."""
+    """Run a rank from start to end; return its exit code."""
     torch.set_num_threads(1)
     faulthandler.dump_traceback_later(HANG_S, file=(folder / f"hang-{os.getpid()}").open("w"))
     spec = json.loads((folder / "spec.json").read_text())

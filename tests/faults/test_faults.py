@@ -1,4 +1,4 @@
-"""A few faults of each run of the suite, by the date; the page of results is what the log of the runs says."""
+"""Runs a few faults a day, chosen by the date, and checks that the page of results agrees with its log."""
 
 # covers tests/faults/definition.py tests/faults/forked.py
 
@@ -10,14 +10,14 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.conftest import SAID
+from tests.conftest import SUMMARY_LINE
 from tests.faults.__main__ import LOG, MARKED, OUTCOMES, PAGE, ROOT, References, read_log, run_one, tables
 from tests.faults.definition import CONFIGS, FAULTS, LOST_PEER, draw_spec
 from tests.faults.forked import wrong_errors
 from tests.rotation import DAY
 
 A_DAY = {"forked": 2, "torchrun": 1, "network": 1}
-"""Runs. So each kind of fault has its turn in 9 days on forks, in 14 under torchrun, in 2 with the network cut."""
+"""Runs a day: each kind of fault recurs after 9 days on forks, 14 under torchrun, 2 with the network cut."""
 
 REFERENCES = References()
 
@@ -29,7 +29,7 @@ def _check(mode: str, which: int, record_property: Callable[[str, object], None]
     line = run_one(mode, seed, REFERENCES)
     if line["outcome"] == "skipped":
         pytest.skip(f"{drawn}: {line['problems'][0]}")
-    record_property(SAID, f"fault of the day, {drawn}: {line['outcome']}")
+    record_property(SUMMARY_LINE, f"fault of the day, {drawn}: {line['outcome']}")
     assert line["outcome"] == "ok", f"{drawn}: {json.dumps(line)}"
 
 
@@ -65,7 +65,7 @@ def test_every_fault_has_every_configuration_in_turn(mode: str) -> None:
 
 
 def test_the_page_is_what_the_log_says() -> None:
-    """Its tables; and each line of the log is a run of the definition with the outcome that its errors have."""
+    """The tables are made from the log, and each of its lines has the outcome that its errors imply."""
     lines = read_log(LOG)
     found = MARKED.search(PAGE.read_text())
     assert found is not None
@@ -77,7 +77,6 @@ def test_the_page_is_what_the_log_says() -> None:
 
 
 def test_the_judge_takes_no_other_error() -> None:
-    """From a rank whose peer is gone."""
     spec = {"fault": "SIGKILL", "config": "stage 1", "victim": 1}
     taken = [("CommunicationError", "all_gather failed"), ("DivergedError", "the ranks make different calls"),
              ("CheckpointError", "CommunicationError: broadcast failed")]  # fmt: skip
@@ -91,7 +90,7 @@ def test_the_judge_takes_no_other_error() -> None:
 
 
 def test_only_errors_that_the_guarantees_name_pass() -> None:
-    """The classes that the definition takes from ranks that suffered nothing."""
+    """Ranks without a fault of their own may raise only the errors that the guarantees name."""
     page = (ROOT / "docs" / "guarantees.md").read_text()
     (named,) = re.findall(r"^- \*\*Errors have names\*\*.*?(?=^- |\n\n)", page, re.MULTILINE | re.DOTALL)
     (lost,) = re.findall(r"^- \*\*A lost rank\*\*.*?(?=^- |\n\n)", page, re.MULTILINE | re.DOTALL)

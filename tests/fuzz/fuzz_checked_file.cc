@@ -50,13 +50,13 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
     std::vector<std::uint8_t> pages(file->data_nbytes());
     const auto got = ::pread(descriptor, pages.data(), pages.size(), zcomm::CheckedFile::kDataOffset);
     Expect(got == static_cast<ssize_t>(pages.size()));
-    Expect(file->FirstWrong(0, pages.data(), count) <= count);
-    file->Keep(0, pages.data(), count);
-    Expect(file->FirstWrong(0, pages.data(), count) == count);
+    Expect(file->FirstMismatch(0, pages.data(), count) <= count);
+    file->RecordChecksums(0, pages.data(), count);
+    Expect(file->FirstMismatch(0, pages.data(), count) == count);
     Expect(file->WriteTable(descriptor) == 0);
     std::unique_ptr<zcomm::CheckedFile> again;
     Expect(zcomm::CheckedFile::Load(descriptor, &again) == 0);
-    Expect(again->FirstWrong(0, pages.data(), count) == count);
+    Expect(again->FirstMismatch(0, pages.data(), count) == count);
   } else {
     Expect(file == nullptr);
   }

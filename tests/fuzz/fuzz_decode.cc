@@ -5,6 +5,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <iterator>
 #include <memory>
 #include <stdexcept>
 #include <vector>
@@ -67,9 +68,14 @@ struct Case {
 };
 
 Case CaseOf(const std::uint8_t* header) {
-  constexpr Codec kCodecs[] = {Codec::kFloat32, Codec::kBfloat16, Codec::kFloat16,  Codec::kInt8,    Codec::kInt4,
-                               Codec::kNf4,     Codec::kFp8E4m3,  Codec::kInt8Asym, Codec::kInt4Asym};
-  const Codec codec = kCodecs[header[0] % 9];
+  constexpr Codec kCodecs[] = {
+      Codec::kFloat32,
+      Codec::kBfloat16,
+      Codec::kFloat16,
+#define ZCOMM_CODEC(id, ...) Codec::id,
+#include "zcomm/codecs.def"
+  };
+  const Codec codec = kCodecs[header[0] % std::size(kCodecs)];
   const std::size_t block = (header[1] & 1) != 0 ? std::size_t{2} << (header[1] / 2 % 10) : header[1];
   const std::size_t segment_numel = header[2] + 256 * (header[3] % 8);
   const MessageLayout layout =

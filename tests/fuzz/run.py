@@ -1,9 +1,9 @@
-"""Fuzzing that follows the coverage: ``python -m tests.fuzz.run --seconds 20 [--only TARGET ...]``.
+"""Coverage-guided fuzzing: ``python -m tests.fuzz.run --seconds 20 [--only TARGET ...]``.
 
 C++ by libFuzzer with the address and undefined-behaviour sanitizers (clang 19 is needed, else that part is skipped),
-Python by the loop below: an input that reaches a new pair of lines is kept and mutated on. Inputs begin with
+Python by the loop below: an input that reaches a new pair of lines is kept and mutated further. The first inputs are
 tests/fuzz/corpus. What fails is written to tests/fuzz/findings, and the exit status is 1; once it is fixed, the input
-moves to the corpus, where test_corpus.py runs it for ever.
+moves to the corpus, where test_corpus.py runs it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ WORDS = [
 
 
 class Coverage:
-    """The pairs of lines, one after the other, that a call reaches in the libraries."""
+    """The pairs of consecutive lines that calls have reached in the libraries."""
 
     def __init__(self) -> None:
         self.seen: set[tuple[str, int, int]] = set()
@@ -48,14 +48,14 @@ class Coverage:
         self._prefixes = tuple(str(ROOT / package) for package in ("zero", "zcomm"))
 
     def of(self, target: Target, data: bytes) -> tuple[bool, str | None]:
-        """Run one input: whether it went where none before went, and what :func:`run_one` says."""
+        """Run one input; return whether it reached a new pair of lines, and the result of :func:`run_one`."""
         self._new, self._last = False, 0
         sys.settrace(self._enter)
         try:
-            told = run_one(target, data)
+            failure = run_one(target, data)
         finally:
             sys.settrace(None)
-        return self._new, told
+        return self._new, failure
 
     def _enter(self, frame: FrameType, *_: Any) -> Any:
         return self._line if frame.f_code.co_filename.startswith(self._prefixes) else None
@@ -70,7 +70,7 @@ class Coverage:
 
 
 def mutated(data: bytes, other: bytes, draw: random.Random) -> bytes:
-    """``data`` with a few small changes, pieces of ``other`` among them."""
+    """Return ``data`` with a few small changes, among them pieces of ``other``."""
     out = bytearray(data)
     for _ in range(draw.choice((1, 1, 2, 4))):
         at = draw.randrange(len(out) + 1)
@@ -94,7 +94,7 @@ def mutated(data: bytes, other: bytes, draw: random.Random) -> bytes:
 
 
 def _replace_value(out: bytearray, at: int, draw: random.Random) -> None:
-    """Put a word where the next value of a document stands."""
+    """Replace one value of a document by a word."""
     colon = out.find(b":", at)
     ends = [end for end in (out.find(sign, colon) for sign in (b",", b"}", b"]")) if end > colon]
     if colon >= 0 and ends:
@@ -102,7 +102,7 @@ def _replace_value(out: bytearray, at: int, draw: random.Random) -> None:
 
 
 def run_one(target: Target, data: bytes) -> str | None:
-    """What ``target`` did wrong with ``data``; None if it took it, or refused it by name."""
+    """Return the unexpected error of ``target``; None if it accepted ``data`` or raised a named error."""
     try:
         target.run(data)
     except target.errors:
@@ -115,18 +115,18 @@ def run_one(target: Target, data: bytes) -> str | None:
 
 
 def fuzz_python(name: str, target: Target, seconds: float, draw: random.Random) -> tuple[int, int, list[str]]:
-    """Runs, edges reached, and what was found, one for each place where an error came from."""
+    """Fuzz in Python; return runs, edges reached, and one finding for each place that raised an error."""
     inputs = [path.read_bytes() for path in sorted((CORPUS / name).iterdir())] or [b""]
     coverage, failures, runs = Coverage(), dict[str, str](), 0
     stop = time.monotonic() + seconds
     while time.monotonic() < stop or runs < len(inputs):
         data = inputs[runs] if runs < len(inputs) else mutated(draw.choice(inputs), draw.choice(inputs), draw)
         runs += 1
-        is_new, told = coverage.of(target, data)
-        if told is not None:
-            place = "".join(told.splitlines()[-3:])
+        is_new, failure = coverage.of(target, data)
+        if failure is not None:
+            place = "".join(failure.splitlines()[-3:])
             if place not in failures:
-                failures[place] = told
+                failures[place] = failure
                 FINDINGS.mkdir(exist_ok=True)
                 (FINDINGS / f"{name}_{len(failures)}").write_bytes(data)
         elif is_new and runs > len(inputs):
@@ -136,7 +136,7 @@ def fuzz_python(name: str, target: Target, seconds: float, draw: random.Random) 
 
 
 def build_native() -> str | None:
-    """Build the C++ fuzzers; why not, if they cannot be."""
+    """Build the C++ fuzzers; return the reason if that is impossible."""
     if shutil.which("clang++-19") is None:
         return "there is no clang++-19"
     words = ["clang++-19", "-fsanitize=fuzzer,address", "-x", "c++", "-", "-o", os.devnull]
@@ -154,7 +154,7 @@ def build_native() -> str | None:
 
 
 def fuzz_native(name: str, seconds: float) -> tuple[int, str]:
-    """The exit status of libFuzzer and its last lines; what it finds new is not kept."""
+    """Return libFuzzer's exit status and last lines; inputs that add coverage are not kept."""
     FINDINGS.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         binary = BUILD / "cpp" / "fuzz" / f"fuzz_{name}"
@@ -165,7 +165,7 @@ def fuzz_native(name: str, seconds: float) -> tuple[int, str]:
 
 
 def main() -> int:
-    """Fuzz every target for its part of the time."""
+    """Fuzz every target for its share of the time."""
     parser = argparse.ArgumentParser(description="Fuzz decoders and readers.")
     parser.add_argument("--seconds", type=float, default=20, help="for all targets together (default 20)")
     parser.add_argument("--only", nargs="*", default=[], metavar="TARGET")

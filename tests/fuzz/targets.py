@@ -1,4 +1,4 @@
-"""What is fuzzed of the Python side: each reader with its file, and the errors it may raise."""
+"""The Python targets of the fuzzer: each reader with its file, and the errors it may raise."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import zero
 from tests.zero.test_golden_checkpoints import FOLDER, new_inner, new_small
 from zcomm import ConfigError, LayoutError, ZcommError
 from zcomm._bench import options
-from zcomm._collectives.auto_format import Table
+from zcomm._collectives.auto_format import FormatTable
 from zcomm._formats.formats import get_format
 from zcomm._formats.recipes import get_recipe
 from zero import CheckpointError
@@ -29,8 +29,8 @@ from zero._checkpoint.index import UNREADABLE, read_index
 from zero._checkpoint.json_tree import decode
 from zero._checkpoint.plain_weights import index_of_weights
 from zero._config import explain, read_source
+from zero._storage.pretrained_reader import open_tensors
 from zero._storage.safetensors_file import read_header
-from zero._storage.tensor_files import open_tensors
 from zero.cli import main
 from zero.plan import command
 
@@ -38,14 +38,14 @@ RELEASE = FOLDER / "0.1.0" / "stage1"
 
 
 class Target(NamedTuple):
-    """A reader."""
+    """One reader that is fuzzed."""
 
     run: Callable[[bytes], object]
     errors: tuple[type[BaseException], ...]
 
 
 def _checksummed(text: bytes) -> bytes:
-    """What somebody with bad intentions would write: the checksum fits."""
+    """A file as an attacker would write it: its checksum is right."""
     try:
         content = json.loads(text)
     except (ValueError, RecursionError):
@@ -56,7 +56,7 @@ def _checksummed(text: bytes) -> bytes:
 
 
 def make_targets(folder: Path) -> dict[str, Target]:  # noqa: C901 (a function for each target)
-    """All targets, which keep their files below ``folder``."""
+    """Return all targets, which keep their files below ``folder``."""
     tag = folder / "checkpoints" / "stage1"
     shutil.copytree(RELEASE, tag)
     logging.getLogger("zero").setLevel(logging.ERROR)
@@ -100,7 +100,7 @@ def make_targets(folder: Path) -> dict[str, Target]:  # noqa: C901 (a function f
 
     def probe(data: bytes) -> None:
         path = write("probe.json", data)
-        Table.parse("probe.json", data.decode(errors="replace"), shape="2x2 on 1 host")
+        FormatTable.parse("probe.json", data.decode(errors="replace"), shape="2x2 on 1 host")
         with patch.object(command, "probe_path", lambda: path):
             command._probed_links()
 

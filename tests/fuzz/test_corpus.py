@@ -1,4 +1,4 @@
-"""Every input of the corpus, findings that were fixed among them: taken, or refused by a named error."""
+"""Every input of the corpus, fixed findings included, is accepted or raises a named error."""
 
 # covers tests/fuzz/targets.py
 

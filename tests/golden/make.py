@@ -51,12 +51,12 @@ STEPS = [
     *(Wire("int8", 128, random=(7, 3, 11, 0, 0)), Wire("int4", 64, hadamard=True, random=(7, 3, 11, 0, 0))),
     Wire("int4", 32, symmetric=False, hadamard=True, random=(1, 2, 3, 0, 0)),
 ]
-"""Wires whose sums, deltas and residuals are golden, too."""
+"""Formats with golden sums, deltas and residuals."""
 STEP_NUMEL, BETA = 601, 0.75
 
 
 def _finite_or_small(x: torch.Tensor) -> torch.Tensor:
-    """Cast formats are golden on finite values only: which NaN they send is the hardware's."""
+    """Keep golden values of cast formats finite: which NaN they send depends on the hardware."""
     return x.nan_to_num(1.5, 2.5, -2.5).clamp(-6e4, 6e4)
 
 
@@ -66,7 +66,7 @@ def _file_name(wire: Wire, dtype_name: str) -> str:
 
 
 def make(wire: Wire, dtype_name: str) -> None:
-    """Write one file unless it is there."""
+    """Write one file unless it exists."""
     path = FOLDER / _file_name(wire, dtype_name)
     if path.exists():
         return
@@ -96,7 +96,7 @@ def make(wire: Wire, dtype_name: str) -> None:
 
 
 def make_steps(wire: Wire) -> None:
-    """Write what becomes of three messages, of a difference, and of two exchanges with a residual (N8, N10, N11)."""
+    """Write the results for three messages, a difference, and two exchanges with a residual (N8, N10, N11)."""
     path = FOLDER / "steps" / _file_name(wire, FLOAT32)
     if path.exists():
         return

@@ -1,4 +1,4 @@
-"""Makes the golden checkpoints of a release: two ranks, stages 1 to 3, and what is in them as NumPy arrays.
+"""Makes the golden checkpoints of a release: two ranks, stages 1 to 3, and their contents as NumPy arrays.
 
 Run as ``python -m tests.golden.make_checkpoints NAME`` at a release. Existing ones are never overwritten: what a user
 has saved must load.

@@ -1,9 +1,9 @@
-"""Mistakes drawn from all of the source, by rule: ``python -m tests.mutants.drawn --number 150 --seed 20260101``.
+"""Mutants drawn at random from the whole source: ``python -m tests.mutants.drawn --number 150 --seed 20260101``.
 
 Every line of code of zcomm, zero, triton_kernels and the C++ (cpp/src, cpp/nccl, and what of cpp/cuda runs on the
 host) has the same chance: a file is drawn by its lines, then one of the rules of rules.py that applies to it, then a
-place. Nobody chooses. The tests that are nearest are run first, then others, a file at a time, until one fails; they
-follow from imports and names. A failure counts only if the same test passes without the mistake.
+place. The nearest tests are run first, then others, a file at a time, until one fails; imports and names decide which
+are near. A failure counts only if the same test passes without the mistake.
 Outcomes are kept in drawn.json by the text of the mutant, as those of the listed ones; ``--table`` counts them, and
 README.md has a verdict on each survivor.
 
@@ -41,10 +41,10 @@ PACKAGES = ("zcomm", "zero", "triton_kernels")
 CPP = ("cpp/src", "cpp/nccl", "cpp/cuda")
 NOT_BUILT_HERE = re.compile(r"\.cuh?$|/cuda_device\.(cc|h)$|/CMakeLists\.txt$")
 CHANGES_THE_MACHINE = "zcomm/_bench/emulated_nodes.py"
-"""As root it makes network namespaces, and kills what is in them."""
+"""Excluded: as root it makes network namespaces, and kills the processes in them."""
 NOT_NEAR = re.compile(r"^tests/((end_to_end|faults|fuzz|mutants|cuda)/|test_\w+\.py)")
 NUM_NEAREST, NUM_FILES = 4, 12
-"""Test files that are run first, and in all."""
+"""The number of test files that are run first, and in total."""
 SELECTED = ("-m", "not slow and not long and not gpu")
 A_DAY = 20
 
@@ -57,14 +57,14 @@ def _tracked(*folders: str) -> list[str]:
 
 @cache
 def sources() -> dict[str, int]:
-    """The files that mistakes are made in, each with its number of lines that are not empty."""
+    """The files that are mutated, each with its number of non-empty lines."""
     files = [name for name in _tracked(*PACKAGES) if name.endswith(".py") and name != CHANGES_THE_MACHINE]
     files += [name for name in _tracked(*CPP) if not NOT_BUILT_HERE.search(name)]
     return {name: sum(bool(line.strip()) for line in (ROOT / name).read_text().splitlines()) for name in files}
 
 
 def draw(seed: int, number: int) -> list[Mutant]:
-    """So many different mistakes, the same for the same seed and source."""
+    """Draw so many different mutants, the same for the same seed and source."""
     random_, files, chosen = random.Random(f"mutants {seed}"), sources(), dict[str, Mutant]()
     while len(chosen) < number:
         (file,) = random_.choices(list(files), list(files.values()))
@@ -81,7 +81,7 @@ def draw(seed: int, number: int) -> list[Mutant]:
 
 
 def _mutant(file: str, text: str, place: Place) -> Mutant:
-    """As a listed one: whole lines, and so many around them that they stand in the file once."""
+    """Make a mutant as listed.py has them: full lines, with enough context to be unique in the file."""
     start = text.rfind("\n", 0, place.start) + 1
     stop = text.find("\n", place.stop) + 1 or len(text)
     while text.count(text[start:stop]) > 1:
@@ -94,7 +94,6 @@ def _mutant(file: str, text: str, place: Place) -> Mutant:
 
 @cache
 def _tests() -> dict[str, str]:
-    """The text of each test file of Python."""
     names = (name for name in _tracked("tests") if Path(name).name.startswith("test_") and name.endswith(".py"))
     return {name: (ROOT / name).read_text() for name in names if not NOT_NEAR.match(name)}
 
@@ -132,11 +131,11 @@ def _nearest_python(file: str) -> list[str]:
     imports = re.compile(rf"(?:from {re.escape(module)} import|import {re.escape(module)}\b|{re.escape(file)})")
 
     def score(test: str) -> float:
-        of_test, said = _words(test.split("/", 1)[1]) - {package}, _tests()[test]
-        covers = re.search(r"^# covers .*$", said, re.MULTILINE)
+        of_test, text = _words(test.split("/", 1)[1]) - {package}, _tests()[test]
+        covers = re.search(r"^# covers .*$", text, re.MULTILINE)
         near = 10.0 * (of_test == words) + 10.0 * (covers is not None and file in covers[0].split())
         near += 4.0 * len(of_test & words) / len(words | of_test)
-        near += 6.0 * bool(imports.search(said)) + min(4, sum(bool(re.search(rf"\b{n}\b", said)) for n in names))
+        near += 6.0 * bool(imports.search(text)) + min(4, sum(bool(re.search(rf"\b{n}\b", text)) for n in names))
         near += max((w * len(of_test & user) / len(user | of_test) for w, user in named if user), default=0.0)
         return near + 0.5 * test.startswith(f"tests/{package}/")
 
@@ -191,15 +190,15 @@ def outcome_of(mutant: Mutant, copy: Copy, passed: set[str]) -> Outcome:
                 continue
             failed = FAILED.search(text)
             if failed is None or BROKEN.search(text):
-                return {"outcome": "broken", "by": (text.strip().splitlines() or ["nothing said"])[-1][:200]}
+                return {"outcome": "broken", "by": (text.strip().splitlines() or ["no output"])[-1][:200]}
             copy.write(mutant.file, before)
             if _passes(copy, failed[1], passed):
                 return {"outcome": "caught", "by": failed[1]}
             copy.write(mutant.file, before.replace(mutant.old, mutant.new))
     finally:
         copy.write(mutant.file, before)
-    said = f"{ran} test files, {num_late} of them late"
-    return {"outcome": "late" if num_late else "survived", "by": said}
+    counts = f"{ran} test files, {num_late} of them late"
+    return {"outcome": "late" if num_late else "survived", "by": counts}
 
 
 def _passes(copy: Copy, test: str, passed: set[str]) -> bool:
@@ -212,12 +211,12 @@ def _passes(copy: Copy, test: str, passed: set[str]) -> bool:
 
 
 def load() -> dict[str, Outcome]:
-    """What is known so far, by the key of the mutant."""
+    """Load the known outcomes, by the key of the mutant."""
     return json.loads(OUTCOMES.read_text()) if OUTCOMES.exists() else {}
 
 
 def run(mutants: Sequence[Mutant], seconds: float = float("inf")) -> dict[str, Outcome]:
-    """Run those that have no outcome yet, and keep what comes of them; all outcomes."""
+    """Run the mutants that have no outcome yet, save each outcome, and return all."""
     outcomes, passed, stop = load(), set[str](), time.monotonic() + seconds
     missing = [mutant for mutant in mutants if outcomes.get(key_of(mutant), {"outcome": "late"})["outcome"] == "late"]
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -229,20 +228,20 @@ def run(mutants: Sequence[Mutant], seconds: float = float("inf")) -> dict[str, O
             if time.monotonic() > stop:
                 break
             started = time.monotonic()
-            said = outcome_of(mutant, copy, passed)
-            found = {**said, "name": mutant.name, "file": mutant.file, "change": _change(mutant)}
+            outcome = outcome_of(mutant, copy, passed)
+            found = {**outcome, "name": mutant.name, "file": mutant.file, "change": _change(mutant)}
             outcomes = load() | {key_of(mutant): found}  # others may run theirs meanwhile
             written = OUTCOMES.with_name(f"{OUTCOMES.name}.{os.getpid()}")
             written.write_text(json.dumps(outcomes, indent=1, sort_keys=True) + "\n")
             written.replace(OUTCOMES)
             took = time.monotonic() - started
-            print(f"{said['outcome']:9} {mutant.file} {mutant.name}: {_change(mutant)}", flush=True)
-            print(f"          {said['by']} ({took:.0f} s)", flush=True)
+            print(f"{outcome['outcome']:9} {mutant.file} {mutant.name}: {_change(mutant)}", flush=True)
+            print(f"          {outcome['by']} ({took:.0f} s)", flush=True)
     return outcomes
 
 
 def _change(mutant: Mutant) -> str:
-    """The lines that differ, before and after, on one line."""
+    """The changed lines, before and after, on one line."""
     old, new = mutant.old.splitlines(), mutant.new.splitlines()
     while old and new and old[0] == new[0]:
         old, new = old[1:], new[1:]
@@ -253,7 +252,7 @@ def _change(mutant: Mutant) -> str:
 
 
 def survivors_without_verdict(outcomes: dict[str, Outcome], mutants: Sequence[Mutant]) -> list[str]:
-    """Those of ``mutants`` whose key README.md does not have."""
+    """The mutants whose key is not in README.md."""
     readme = README.read_text()
     keys = (key_of(mutant) for mutant in mutants)
     return [
@@ -264,12 +263,12 @@ def survivors_without_verdict(outcomes: dict[str, Outcome], mutants: Sequence[Mu
 
 
 def main() -> int:
-    """1 if a survivor has no verdict."""
+    """Return 1 if a survivor has no verdict."""
     parser = argparse.ArgumentParser(description="Draw mistakes by rule, and run those that have no outcome yet.")
     today = int(datetime.now(timezone.utc).strftime("%Y%m%d"))
     parser.add_argument("--seed", type=int, default=today, help="default: today, in UTC")
     parser.add_argument("--number", type=int, default=A_DAY, help="how many")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no other after so long")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="start no other after so long")
     parser.add_argument("--parts", type=int, default=1, help="divide them over so many commands, run at once")
     parser.add_argument("--part", type=int, default=0, help="which of these this command is")
     parser.add_argument("--show", action="store_true", help="print what is drawn, run nothing")
@@ -283,10 +282,10 @@ def main() -> int:
         return 0
     outcomes = load() if chosen.table else run(mutants[chosen.part :: chosen.parts], chosen.seconds)
     if chosen.table:
-        print(dict(Counter(said["outcome"] for said in outcomes.values())))
-        for key, said in sorted(outcomes.items()):
-            if said["outcome"] == "survived":
-                print(f"| `{key}` | `{said['file']}` | {said['name']}: `{said['change']}` | |")
+        print(dict(Counter(one["outcome"] for one in outcomes.values())))
+        for key, one in sorted(outcomes.items()):
+            if one["outcome"] == "survived":
+                print(f"| `{key}` | `{one['file']}` | {one['name']}: `{one['change']}` | |")
         return 0
     left = survivors_without_verdict(outcomes, mutants)
     print(

@@ -1,4 +1,4 @@
-"""Hand-made mistakes in the core, each with the tests that should notice it."""
+"""Hand-made mutants of the core, each with the tests that should catch it."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from typing import NamedTuple
 
 
 class Mutant(NamedTuple):
-    """One text in one file, replaced."""
+    """A mutant: one text of one file, replaced."""
 
     name: str
     file: str
     old: str
     new: str
     tests: tuple[str, ...]
-    """A few fast ones that ought to notice it, the likeliest first."""
+    """A few fast tests that should catch it, the likeliest first."""
     hangs: bool = False
-    """Whether the mistake is a hang by nature: for no other does a timeout count."""
+    """Whether the mutant hangs by nature: for others a timeout does not count."""
 
 
 def _of(file: str, *names: str) -> tuple[str, ...]:
@@ -23,7 +23,7 @@ def _of(file: str, *names: str) -> tuple[str, ...]:
 
 
 def _exact(*cases: str) -> tuple[str, ...]:
-    """By name, ranks, ranks a node and stage."""
+    """A case of the test by name, ranks, ranks in a node and stage."""
     cases = tuple(case.replace(" 64 ", "-torch.float64-").replace(" ", "-") for case in cases)
     return _of("zero/test_exactness", *(f"test_equals_single_process[{case}]" for case in cases))
 
@@ -53,6 +53,7 @@ LAYOUT = ("tests/zero/test_layout.py",)
 DAMAGED = _of("zero/test_checkpoint_failures", "test_errors_are_named_the_same_on_all_ranks_and_change_nothing[1]")
 RESUMED = _of("zero/test_checkpoint", "test_resuming_has_the_same_bits_as_not_stopping[1-WarmupDecayLR-True]")
 LINKS = _of("security/test_untrusted_files", "test_a_checkpoint_has_no_links_and_no_pipes")
+UNEVEN = "zcomm/_collectives/uneven_all_to_all.py"
 IS_LINK = """\
     if path.is_symlink():
         raise CheckpointError(
@@ -67,7 +68,7 @@ PIPELINE, PLANS, ON_FLAGS = "cpp/nccl/pipeline.cc", "cpp/nccl/plans.cc", "zcomm/
 
 
 def _checked(*checks: str) -> tuple[str, ...]:
-    """On the fake device."""
+    """A check on the fake device."""
     return tuple(f"cpp/tests/nccl_communicator_test.cc::{check}" for check in checks)
 
 
@@ -225,7 +226,7 @@ MUTANTS = [
     Mutant("checkpoint: links are followed", "zero/_checkpoint/durability.py", IS_LINK + OPENED + " | os.O_NOFOLLOW", OPENED, LINKS),
     Mutant("checkpoint: the last chunk of a part is left out", "zero/_checkpoint/dcp.py",
            "        while start < stop:\n", "        while start < stop - 1:\n", RESUMED),
-    Mutant("device: a query in a capture", "cpp/nccl/communicator.cc", "  if (!is_captured) Look();", "  Look();",
+    Mutant("device: a query in a capture", "cpp/nccl/communicator.cc", "  if (!is_captured) Poll();", "  Poll();",
            _checked("CheckCapture")),
     Mutant("device: a missing wait for the stage before", PIPELINE,
            "    device_->Wait(stream, DoneOf(plan, stage - 1, chunk.index));\n", "", _checked("CheckBits")),
@@ -251,7 +252,7 @@ MUTANTS = [
     Mutant("device: trailers are not cleared", PLANS, "IsBlockCodec(sizes.wires[hop].codec) ? Expected{data, count} : Expected{}",
            "count > 1000000 ? Expected{data, count} : Expected{}", _checked("CheckShortMessages")),
     Mutant("device: what is stuck is not aborted", "cpp/nccl/communicator.cc",
-           "  if (queued_by != 0 && Clock::now()", "  if (queued_by == 1 && Clock::now()", _checked("CheckStuckCalls"), hangs=True),
+           "  if (queueing_deadline != 0 && Clock::now()", "  if (queueing_deadline == 1 && Clock::now()", _checked("CheckStuckCalls"), hangs=True),
     Mutant("device: of two hops the first is aborted first", "cpp/nccl/communicator.cc",
            "hops_[is_outward ? hops_.size() - 1 - i : i]->Abort();", "hops_[is_outward ? i : hops_.size() - 1 - i]->Abort();",
            _checked("CheckOrderOfAborts")),
@@ -275,4 +276,24 @@ MUTANTS = [
            "    messages = layout.new(hop.size, shard.device)\n", "    messages = layout.new_to_receive(hop.size, shard.device)\n", LAUNCHES),
     Mutant("one launch too many: a sum is decoded twice", RS, "    kernels.decode_sum(last, between, output, 0, divisor)\n",
            "    kernels.decode_sum(last, between, output, 0, divisor)\n    kernels.decode_sum(last, between, output, 0, divisor)\n", LAUNCHES),
+    Mutant("split sizes: a rank that refuses its own is silent", UNEVEN,
+           "        _gather_sizes([REFUSED] * (2 * call.hop.size), source.dtype, call)  # I1: the other ranks raise, too\n", "",
+           _of("zcomm/test_split_sizes", "test_so_is_wrong_memory"), hangs=True),
+    Mutant("split sizes: those of two ranks are not compared", UNEVEN, "(sent != expected.t())", "(sent != sent)",
+           _of("zcomm/test_split_sizes", "test_what_does_not_fit_between_ranks_is_the_same_error_on_all"), hangs=True),
+    Mutant("split sizes: formats are not compared", UNEVEN, 'f"{dtype} {call.format}"', 'f"{dtype}"',
+           _of("zcomm/test_split_sizes", "test_what_does_not_fit_between_ranks_is_the_same_error_on_all"), hangs=True),
+    Mutant("split sizes: parts draw the same random numbers", UNEVEN, "0, call.hop.rank, first)", "0, call.hop.rank, 0)",
+           _of("zcomm/test_split_sizes", "test_random_numbers_follow_the_place_in_the_input")),
+    Mutant("split sizes: control exchanges do not wait for them", UNEVEN, "group.uses_world = True", "group.uses_world |= False",
+           _of("zcomm/test_split_sizes", "test_exchanges_over_the_same_ranks_keep_their_order"), hangs=True),
+    Mutant("lists: the padding has a block's other values", "zcomm/_collectives/coalesced.py",
+           "        numel, period = numel + missing, block\n", "        numel, period = numel + missing, 1\n",
+           _of("zcomm/test_lists", "test_bits_are_those_of_a_call_for_each_tensor")),
+    Mutant("lists: other lists of the same length match", "zcomm/_collectives/coalesced.py", "zlib.crc32(repr(columns).encode())", "0",
+           _of("zcomm/test_lists", "test_other_lists_of_the_same_length_are_found")),
+    Mutant("gradients: a mean is not divided", "zcomm/functional.py", "grad / divisor_of(op, world_size)", "grad",
+           _of("zcomm/test_gradients", "test_gradients_are_those_of_the_formula_in_one_process")),
+    Mutant("gradients: the format of backward is lost", "zcomm/functional.py", "_format_text(_formats_of(format)[1])", '"none"',
+           _of("zcomm/test_gradients", "test_backward_exchanges_in_grad_format")),
 ]  # fmt: skip

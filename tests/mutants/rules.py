@@ -1,4 +1,4 @@
-"""Mistakes made by rule: every place in a source file where one may be made, and the text that makes it.
+"""Rules that generate mutants: every place in a source file where one can be made, and its replacement text.
 
 Python goes by the syntax tree, C++ by tokens, as clang-format sets them: binary operators stand between blanks, the
 brackets of templates do not. Left alone is what nobody would call a mistake, or what no test should hold: docstrings,
@@ -18,7 +18,7 @@ __all__ = ["Place", "places"]
 
 
 class Place(NamedTuple):
-    """One mistake that may be made."""
+    """One possible mutant."""
 
     rule: str
     start: int
@@ -44,18 +44,18 @@ NEEDED = re.compile(
     r"property|setter|getter|classmethod|staticmethod|dataclass|overload|abstractmethod|contextmanager|jit|autotune|"
     r"runtime_checkable|custom_op|register|fixture"
 )
-"""Decorators without which nothing can be imported or called."""
+"""Decorators that are kept, since without them nothing can be imported or called."""
 QUIET = re.compile(
     r"^(logger|logging|warnings|log)\b|\.(kill|killpg|rmtree|unlink|rmdir|warn|exception|add_argument)$|"
     r"^(print|cast|TypeVar|field|super|isinstance|issubclass|hasattr|subprocess)\b|\.note$"
 )
-"""Calls that are left alone, with all that is in them."""
+"""Calls that are not mutated, with their arguments."""
 QUIET_FUNCTIONS = re.compile(r"^(__repr__|__str__|__dir__|__all__|describe\w*|_describe\w*|_compose|format_\w+)$")
 SAME_ORDER = {"min", "max", "getattr", "setattr", "zip", "partial", "gcd", "print", "ref"}
 
 
 def places(file: str, text: str) -> list[Place]:
-    """All of one file, in a fixed order."""
+    """All mutants of one file, in a fixed order."""
     found = _Python(text).places if file.endswith(".py") else list(_of_cpp(text))
     return sorted(found)
 
@@ -135,16 +135,16 @@ class _Python(ast.NodeVisitor):
             self.visit(node.value.value)
 
     def visit_Raise(self, node: ast.Raise) -> None:
-        """The texts of errors."""
+        """Do not mutate texts of errors."""
 
     def visit_Assert(self, node: ast.Assert) -> None:
-        """Guards of this project's own mistakes."""
+        """Do not mutate assertions, which guard against bugs of this project."""
 
     def visit_JoinedStr(self, node: ast.JoinedStr) -> None:
-        """Text."""
+        """Do not mutate text."""
 
     def visit_Import(self, node: ast.Import) -> None:
-        """Nothing works without it."""
+        """Do not mutate imports."""
 
     def visit_If(self, node: ast.If) -> None:
         if "TYPE_CHECKING" in ast.unparse(node.test) or "__main__" in ast.unparse(node.test):

@@ -1,4 +1,4 @@
-"""Which of the mistakes in listed.py the tests notice: ``python -m tests.mutants.run [--only TEXT] [--seconds N]``.
+"""Runs the tests on the mutants of listed.py: ``python -m tests.mutants.run [--only TEXT] [--seconds N]``.
 
 Each is made in a copy of the repository, and its tests run there; before, they have passed in the copy as it is.
 Those of C++ are built there first, with cmake.
@@ -45,7 +45,7 @@ PRELOADED = (
 OURS = re.compile(r"(tests|zcomm|zero|triton_kernels)(\.|$)")
 TIMEOUT_S = 240
 BATCH = 6
-"""Of tests that pass or not together in the copy as it is."""
+"""Tests that ran together on the unmodified copy, and whether they passed."""
 LATE = re.compile(r"no answer in time|Timed out waiting|Timeout \(?>|\+ Timeout \+")
 BROKEN = re.compile(r"\b(SyntaxError|IndentationError|NameError|UnboundLocalError|ImportError|ModuleNotFoundError): ")
 ERROR = re.compile(r"^E\s+(?:[\w.]+Error|Failed)\b(?!: rank \d).*$", re.MULTILINE)
@@ -54,12 +54,12 @@ Outcome = dict[str, str]
 
 
 def key_of(mutant: Mutant) -> str:
-    """Another one if anything of the mutant changes."""
+    """A key that changes if anything of the mutant changes."""
     return f"{zlib.crc32(repr(mutant).encode()):08x}"
 
 
 class Copy:
-    """The tracked files, and the compiled module, in ``folder``."""
+    """A copy of the tracked files and the compiled module in ``folder``."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._stamp = folder, 10**9
@@ -76,11 +76,10 @@ class Copy:
         (folder / "zcomm" / "triton_kernels").symlink_to(folder / "triton_kernels")
 
     def read(self, file: str) -> str:
-        """The text of one file."""
         return (self._folder / file).read_text()
 
     def write(self, file: str, text: str) -> None:
-        """Change one file; the time makes old bytecode worthless, also within a second."""
+        """Change one file. Its new modification time invalidates old bytecode, also within a second."""
         path, self._stamp = self._folder / file, self._stamp + 10
         path.write_text(text)
         if path.suffix == ".py":
@@ -92,8 +91,8 @@ class Copy:
         if not of_cpp:
             return self._run_python(tests)
         code, text = self._run_cpp(of_cpp)
-        rest = [test for test in tests if test not in of_cpp]
-        return (code, text) if code != 0 or not rest else self._run_python(rest)
+        of_python = [test for test in tests if test not in of_cpp]
+        return (code, text) if code != 0 or not of_python else self._run_python(of_python)
 
     def _run_cpp(self, tests: Sequence[str]) -> tuple[int | None, str]:
         """``cpp/tests/NAME.cc::CHECK``: build NAME, and run that check of it. As pytest: 1 if it fails, 2 if broken.
@@ -117,17 +116,17 @@ class Copy:
                 done = subprocess.run(run, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
             except subprocess.TimeoutExpired:
                 return None, text
-            said = (done.stdout + done.stderr).strip()
-            text += f"{said}\n"
+            output = (done.stdout + done.stderr).strip()
+            text += f"{output}\n"
             if done.returncode != 0:
-                return 1, f"{text}FAILED {test} - {said.splitlines()[-1]}\n"
+                return 1, f"{text}FAILED {test} - {output.splitlines()[-1]}\n"
         return 0, text
 
     def _run_python(self, tests: Sequence[str]) -> tuple[int | None, str]:
-        with tempfile.TemporaryFile() as said:
+        with tempfile.TemporaryFile() as output:
             pid = os.fork()
             if pid == 0:
-                self._live(tests, said.fileno())
+                self._live(tests, output.fileno())
             code, stop = None, time.monotonic() + TIMEOUT_S
             while code is None and time.monotonic() < stop:
                 ended, status = os.waitpid(pid, os.WNOHANG)
@@ -137,16 +136,16 @@ class Copy:
                 os.killpg(pid, signal.SIGKILL)  # the ranks, too
             if code is None:
                 os.waitpid(pid, 0)
-            said.seek(0)
-            return code, said.read().decode(errors="replace")
+            output.seek(0)
+            return code, output.read().decode(errors="replace")
 
-    def _live(self, tests: Sequence[str], said: int) -> None:
-        """What the fork does: it does not return."""
+    def _live(self, tests: Sequence[str], output: int) -> None:
+        """Run the tests in the fork; does not return."""
         code = 99
         try:
             os.setsid()
-            os.dup2(said, 1)
-            os.dup2(said, 2)
+            os.dup2(output, 1)
+            os.dup2(output, 2)
             os.chdir(self._folder)
             os.environ.update(PYTHONPATH=str(self._folder), ZCOMM_TEST_TIMEOUT_S="120")
             # an editable install has a finder that would find the repository instead of the copy
@@ -167,7 +166,7 @@ class Copy:
 
 
 def is_late(code: int | None, text: str) -> bool:
-    """Whether all that went wrong is that something took too long: ranks wait for one that has failed."""
+    """Whether all failures are timeouts: ranks wait for one that has failed."""
     if code is None:
         return True
     errors = [line for line in ERROR.findall(text) if not LATE.search(line)]
@@ -195,7 +194,7 @@ def outcome_of(mutant: Mutant, copy: Copy) -> Outcome:
 
 
 def check_unmutated(copy: Copy, tests: list[str], outcomes: dict[str, Outcome]) -> bool:
-    """Run ``tests`` in the copy as it is, and remember that they pass; False if they were late."""
+    """Run ``tests`` in the unmodified copy and remember that they pass; return False after a timeout."""
     code, text = copy.run(tests)
     last = text.strip().splitlines()[-1] if text.strip() else "a timeout"
     print(f"{'as it is':12} {last}", flush=True)
@@ -209,25 +208,25 @@ def check_unmutated(copy: Copy, tests: list[str], outcomes: dict[str, Outcome]) 
 
 
 def save(outcomes: dict[str, Outcome]) -> None:
-    """Keep them for the next call."""
+    """Save the outcomes for the next call."""
     OUTCOMES.write_text(json.dumps(outcomes, indent=1, sort_keys=True) + "\n")
 
 
 def table(outcomes: dict[str, Outcome]) -> str:
-    """All mutants and what became of them, as Markdown."""
+    """A Markdown table of all mutants and their outcomes."""
     rows = ["| Mutant | File | Outcome | By |", "|---|---|---|---|"]
     for mutant in MUTANTS:
-        said = outcomes.get(key_of(mutant), {"outcome": "not run", "by": ""})
-        by = said["by"].removeprefix("tests/").replace("|", "/")
-        rows.append(f"| {mutant.name} | `{mutant.file}` | {said['outcome']} | {by and f'`{by}`'} |")
+        outcome = outcomes.get(key_of(mutant), {"outcome": "not run", "by": ""})
+        by = outcome["by"].removeprefix("tests/").replace("|", "/")
+        rows.append(f"| {mutant.name} | `{mutant.file}` | {outcome['outcome']} | {by and f'`{by}`'} |")
     return "\n".join(rows)
 
 
 def main() -> int:
-    """Run what has no outcome yet."""
+    """Run the mutants that have no outcome yet."""
     parser = argparse.ArgumentParser(description="Run the mutants that have no outcome yet.")
     parser.add_argument("--only", default="", metavar="TEXT", help="those whose name has it")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no other after so long")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="start no other after so long")
     parser.add_argument("--table", action="store_true", help="print the outcomes, run nothing")
     chosen = parser.parse_args()
     outcomes: dict[str, Outcome] = json.loads(OUTCOMES.read_text()) if OUTCOMES.exists() else {}
@@ -250,9 +249,12 @@ def main() -> int:
                 continue
             missing.remove(first)
             started = time.monotonic()
-            said = outcomes[key_of(first)] = outcome_of(first, copy)
+            outcome = outcomes[key_of(first)] = outcome_of(first, copy)
             save(outcomes)
-            print(f"{said['outcome']:12} {first.name}: {said['by']} ({time.monotonic() - started:.0f} s)", flush=True)
+            print(
+                f"{outcome['outcome']:12} {first.name}: {outcome['by']} ({time.monotonic() - started:.0f} s)",
+                flush=True,
+            )
     return 1 if any(outcomes.get(key_of(m), {}).get("outcome") == "survived" for m in MUTANTS) else 0
 
 

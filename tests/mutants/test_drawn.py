@@ -1,4 +1,4 @@
-"""Mistakes drawn by rule: where they may stand, and, in the set that takes minutes, what becomes of twenty a day."""
+"""Random mutants: where the rules apply; and, in the set that takes minutes, the outcomes of twenty a day."""
 
 # covers tests/mutants/drawn.py tests/mutants/rules.py
 
@@ -11,7 +11,7 @@ from datetime import datetime, timezone
 
 import pytest
 
-from tests.conftest import SAID
+from tests.conftest import SUMMARY_LINE
 from tests.mutants.drawn import A_DAY, draw, load, nearest, run, sources, survivors_without_verdict
 from tests.mutants.rules import places
 from tests.mutants.run import ROOT, key_of
@@ -55,7 +55,7 @@ def _changes(file: str, text: str) -> list[tuple[str, str, str]]:
 
 
 def test_places_of_python() -> None:
-    """Every one, and none in docstrings, annotations, ``__all__``, logs, assertions, errors and ``__repr__``."""
+    """Every place is found, and none in docstrings, annotations, ``__all__``, logs, assertions, errors, repr."""
     choice = "max(values) if is_wide and limit < 2 else measure(values, 7)"
     assert _changes("a.py", SOURCE) == sorted([
         ("dropped decorator", "@cache", ""),
@@ -90,7 +90,7 @@ def test_places_of_cpp() -> None:
 
 
 def test_all_of_the_source_is_drawn_from() -> None:
-    """As many mistakes in each package as it has lines, by chance; each can be made once, and is Python."""
+    """Each package gets mutants in proportion to its lines; each can be made once, and is valid Python."""
     mutants = draw(1, 300)
     assert len({key_of(mutant) for mutant in mutants}) == 300
     assert [key_of(mutant) for mutant in draw(1, 20)] == [key_of(mutant) for mutant in mutants[:20]]
@@ -118,7 +118,7 @@ def test_every_file_has_tests_that_are_near() -> None:
 
 def test_no_known_survivor_is_without_a_verdict() -> None:
     outcomes = load()
-    survived = [key for key, said in outcomes.items() if said["outcome"] == "survived"]
+    survived = [key for key, one in outcomes.items() if one["outcome"] == "survived"]
     readme = (ROOT / "tests/mutants/README.md").read_text()
     assert [key for key in survived if f"`{key}`" not in readme] == []
 
@@ -127,9 +127,9 @@ def test_no_known_survivor_is_without_a_verdict() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(4 * 3600)
 def test_twenty_of_today(record_property: Callable[[str, object], None]) -> None:
-    """About three minutes each, on a machine that has nothing else to do."""
+    """About three minutes each on an idle machine."""
     mutants = draw(TODAY, A_DAY)
     outcomes = run(mutants)
     counted = Counter(outcomes[key]["outcome"] for mutant in mutants if (key := key_of(mutant)) in outcomes)
-    record_property(SAID, f"mutants drawn by rule (--seed {TODAY} --number {A_DAY}): {dict(counted)}")
+    record_property(SUMMARY_LINE, f"mutants drawn by rule (--seed {TODAY} --number {A_DAY}): {dict(counted)}")
     assert survivors_without_verdict(outcomes, mutants) == []

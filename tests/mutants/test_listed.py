@@ -20,7 +20,7 @@ def test_its_text_stands_in_its_file_once(mutant: Mutant) -> None:
 
 
 def test_the_tests_that_mutants_name_exist() -> None:
-    """By the ids that pytest gives them: one that got another parameter has another id."""
+    """Ids as pytest prints them: a test with another parameter has another id."""
     named = {test for mutant in MUTANTS for test in mutant.tests if not test.startswith("cpp/")}
     files = sorted({test.partition("::")[0] for test in named})
     command = [sys.executable, "-m", "pytest", "-q", "--collect-only", *files]

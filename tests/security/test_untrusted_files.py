@@ -1,6 +1,6 @@
-"""What others may have written: every reader refuses it by a named error, runs nothing and stays in its folder."""
+"""Malicious files: every reader raises a named error, executes nothing and writes nothing outside its folder."""
 
-# covers zero/_checkpoint/durability.py zero/_checkpoint/plain_weights.py zero/_storage/tensor_files.py
+# covers zero/_checkpoint/durability.py zero/_checkpoint/plain_weights.py zero/_storage/pretrained_reader.py
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from torch import nn
 import zero
 from zcomm import ConfigError, LayoutError
 from zcomm._bench import probe
-from zcomm._collectives.auto_format import Table
+from zcomm._collectives.auto_format import FormatTable
 from zcomm._kernels import kernels
 from zero import CheckpointError
 from zero._checkpoint.durability import read_latest
 from zero._checkpoint.plain_weights import index_of_weights
 from zero._config import read_source
 from zero._storage.file_store import FileStore
+from zero._storage.pretrained_reader import open_tensors
 from zero._storage.process_folder import ClaimedFolder
-from zero._storage.tensor_files import open_tensors
 from zero._storage.tier_settings import FileSettings
 from zero.cli import main
 from zero.plan import command
 
 
 class Evil:
-    """Unpickling it leaves a trace."""
+    """Creates a file when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -49,7 +49,7 @@ class Evil:
 
 
 def payloads(trace: Path) -> dict[str, bytes]:
-    """What each reader is given in place of its file."""
+    """The malicious contents given to each reader."""
     nested = b'{"a":' * 50_000
     return {
         "pickle": pickle.dumps(Evil(trace)),
@@ -79,7 +79,11 @@ def _model_of(path: Path) -> object:
 
 READERS: dict[str, tuple[str, Callable[[Path], object], type[Exception]]] = {
     "configuration": ("ds.json", read_source, ConfigError),
-    "probe": ("probe.json", lambda p: Table.parse(str(p), p.read_text(errors="replace"), shape="1x1"), ConfigError),
+    "probe": (
+        "probe.json",
+        lambda p: FormatTable.parse(str(p), p.read_text(errors="replace"), shape="1x1"),
+        ConfigError,
+    ),
     "probe for a plan": ("probe.json", _probed, ConfigError),
     "probe to be added to": ("probe.json", lambda p: probe.check_output(p, "1x1"), ConfigError),
     "model for a plan": ("config.json", _model_of, ConfigError),

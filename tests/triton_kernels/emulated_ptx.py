@@ -1,4 +1,4 @@
-"""The PTX instructions that zcomm/triton_kernels/ptx.py uses, on NumPy arrays, as NVIDIA's PTX ISA documents them.
+"""Emulates, on NumPy arrays, the PTX instructions of zcomm/triton_kernels/ptx.py as the PTX ISA documents them.
 
 It shares no code with the kernels. Conversions to e4m3 are by a table of all its numbers, to nearest, ties to even.
 """
@@ -30,7 +30,7 @@ def _wide(bits: Words) -> NDArray[np.float64]:
 
 
 def _nearest(values: NDArray[np.float64]) -> Words:
-    """Exact for sums and products of two float32 numbers of like size: float64 rounds nothing away that decides."""
+    """Round to nearest; exact for sums and products of two float32 of similar size, which float64 represents."""
     return words(values.astype(np.float32))
 
 
@@ -104,7 +104,7 @@ OPERATIONS: dict[str, Callable[..., Words]] = {
 
 
 def execute(text: str, arguments: list[Words], num_results: int) -> list[Words]:
-    """The results, ``$0`` ..., of an inline assembly text whose arguments follow them."""
+    """Execute an inline assembly text on its arguments; return the results, ``$0`` ...."""
     registers: Registers = {f"${num_results + k}": argument for k, argument in enumerate(arguments)}
     for line in filter(None, (line.strip().rstrip(";") for line in text.strip("{}\n").splitlines())):
         if line.startswith(".reg"):

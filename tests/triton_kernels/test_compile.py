@@ -1,4 +1,4 @@
-"""Every kernel compiles for real GPUs, without one: what the launchers pass is compiled ahead of time and read.
+"""Every kernel compiles ahead of time for real GPUs, without one, and the compiled code keeps the contract.
 
 The numerics contract stands on three things that only the compiled code shows: no fused multiply-add, IEEE division,
 and denormals that are kept.
@@ -34,7 +34,7 @@ POINTERS = {
 
 
 class Launches:
-    """What the launchers would launch."""
+    """Records what the launchers would launch."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.taken: list[tuple[Any, tuple[Any, ...], dict[str, Any], int]] = []
@@ -48,7 +48,7 @@ class Launches:
         self.taken.append((kernel, arguments, constants | {"TILE": tile}, warps))
 
     def compiled(self, target: GPUTarget) -> list[Any]:
-        """All that was taken since the last time, for ``target``."""
+        """Compile everything recorded since the last call, for ``target``."""
         kernels = [_compiled(*launched, target) for launched in self.taken]
         self.taken.clear()
         assert kernels
@@ -64,7 +64,7 @@ def _compiled(
     kernel: Any, arguments: tuple[Any, ...], constants: dict[str, Any], num_warps: int, target: GPUTarget,
     *, fused: bool = False,
 ) -> Any:  # fmt: skip
-    """As a launch would: ints of 1 are constants and multiples of 16 are known as such, but where it is refused."""
+    """Compile as a launch would: ints of 1 are constants, multiples of 16 are declared unless disabled."""
     signature: dict[str, str] = {}
     known = dict(constants)
     attributes: dict[tuple[int, ...], list[list[Any]]] = {}
@@ -122,13 +122,13 @@ def _residual(num_rows: int, numel: int) -> launch.ResidualArguments:
 
 
 def _instructions(kernel: Any) -> set[str]:
-    """But for those of the package's own texts, which test_ptx.py executes."""
+    """The instructions, except those of the package's inline assembly, which test_ptx.py executes."""
     compiled = re.sub(r"// begin inline asm.*?// end inline asm", "", kernel.asm["ptx"], flags=re.DOTALL)
     return set(re.findall(r"^\s+(?:@!?%p\d+\s+)?([a-z][\w.:]*)", compiled, re.MULTILINE))
 
 
 def _check(kernels: list[Any]) -> None:
-    """What the contract needs of compiled kernels."""
+    """Check the compiled kernels against the numerics contract."""
     for kernel in kernels:
         found = _instructions(kernel)
         assert not [i for i in found if i.startswith(("fma", "mad.f", "mad.rn", "rcp"))], kernel.name
@@ -192,7 +192,7 @@ def test_amd(launches: Launches) -> None:
 
 
 def test_texts_of_each_architecture(launches: Launches) -> None:
-    """The hardware's conversion to e4m3 from sm_89 on; tables by permutation everywhere; no spills."""
+    """The hardware converts to e4m3 from sm_89 on; tables are permutations everywhere; registers do not spill."""
     for capability, converts in ((80, False), (90, True)):
         _encode("fp8_e4m3")
         _encode("nf4")
@@ -202,7 +202,7 @@ def test_texts_of_each_architecture(launches: Launches) -> None:
 
 
 def test_fusion_would_be_noticed(launches: Launches) -> None:
-    """The launchers turn it off, and Triton's default is on."""
+    """The launchers disable fusion, which Triton enables by default."""
     _encode("int8:asym")
     launched = launches.taken[0]
     _check([_compiled(*launched, NVIDIA[1])])

@@ -1,4 +1,4 @@
-"""When the Triton kernels are chosen, what is said when they cannot be, and how a launch is tuned."""
+"""When the Triton kernels are selected, the error when they cannot be, and how a launch is tuned."""
 
 # covers triton_kernels/_kept.py triton_kernels/_run.py triton_kernels/kernels.py zcomm/_kernels/on_triton.py
 
@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from zcomm._formats import blocks
+from zcomm._formats import codec_nf4
 from zcomm._formats.formats import FORMATS, get_format
 from zcomm._formats.message import layout_of
 from zcomm._kernels import on_triton
@@ -65,12 +65,12 @@ def test_importing_zcomm_does_not_import_triton() -> None:
 
 
 def test_nf4_has_the_same_levels() -> None:
-    assert codecs.NF4_LEVELS == blocks.NF4_LEVELS
+    assert codecs.NF4_LEVELS == codec_nf4.LEVELS
 
 
 @pytest.fixture
 def kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """The folder of choices, which begins empty; nothing is in memory."""
+    """The folder of tuned choices, initially empty; no choice is in memory."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     _run._kept.cache_clear()
     yield tmp_path / "zcomm_tuned"
@@ -78,7 +78,7 @@ def kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
 
 
 class Tuning:
-    """Launches that are tuned, without a GPU: of the configurations, the widest is said to be the fastest."""
+    """Tunes launches without a GPU: the widest configuration counts as the fastest."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.tiles: list[int] = []
@@ -98,7 +98,6 @@ class Tuning:
         return [10_000 - config.kwargs["TILE"]] * 3
 
     def launch(self, format: str = "int8") -> int:
-        """The tile of a launch."""
         layout = layout_of("test", FORMATS[format], torch.float32, 1, 1 << 20)
         x = torch.zeros(1 << 20)
         launch.quantize(x, layout, layout.new(1, x.device), 0, 0)
@@ -106,7 +105,7 @@ class Tuning:
 
 
 def _forget() -> None:
-    """As a new process begins."""
+    """Forget the tuned choices, as in a new process."""
     _run._kept.cache_clear()
 
 
@@ -175,7 +174,7 @@ def test_nothing_is_measured_inside_a_capture(kept: Path, monkeypatch: pytest.Mo
 
 @pytest.mark.usefixtures("kept")
 def test_a_tuned_launch_passes_what_the_kernel_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No GPU is asked: of the configurations, the widest is said to be the fastest."""
+    """Without a GPU: the widest configuration counts as the fastest."""
     taken: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
     monkeypatch.setattr(kernels.quantize_kernel, "run", lambda *args, **options: taken.append((args, options)))
     monkeypatch.setattr(_run, "_is_tuned", lambda *_: True)

@@ -1,4 +1,4 @@
-"""The Triton kernels on the CPU, in Triton's interpreter: in processes of their own, for it is chosen at import.
+"""Runs the Triton kernels on the CPU in Triton's interpreter, which must be selected at import: in new processes.
 
 With ZCOMM_TEST_DRAWS=10000 hypothesis draws so many cases, here and in tests/zcomm/test_kernels.py.
 """
@@ -32,7 +32,7 @@ RUNS = {
         "not test_kernels or native and (golden or strides or another_layout)",
     ],
 }
-"""What each process runs; they take about as long."""
+"""The tests of each process, of about equal duration."""
 
 
 def _run(arguments: list[str]) -> subprocess.CompletedProcess[str]:
@@ -50,7 +50,7 @@ def _run(arguments: list[str]) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def runs() -> Iterator[dict[str, Future[subprocess.CompletedProcess[str]]]]:
-    """All of them, one on each core: the interpreter uses no more."""
+    """Run all, one process on each core: the interpreter is single-threaded."""
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as cores:
         yield {name: cores.submit(_run, arguments) for name, arguments in RUNS.items()}
 

@@ -1,4 +1,4 @@
-"""The texts of NVIDIA instructions, executed on the CPU, against the reference's levels, midpoints and roundings."""
+"""Executes the inline assembly on the CPU and compares with the reference's levels, midpoints and roundings."""
 
 # covers triton_kernels/ptx.py
 
@@ -13,11 +13,11 @@ import torch
 from numpy.typing import NDArray
 
 from tests.triton_kernels.emulated_ptx import Words, execute, floats, words
-from zcomm._formats import blocks
+from zcomm._formats import codec_nf4
 from zcomm.triton_kernels import ptx
 
-LEVELS = np.array(blocks.NF4_LEVELS, np.float32)
-MIDPOINTS = np.array([(low + high) / 2 for low, high in pairwise(blocks.NF4_LEVELS)], np.float32)
+LEVELS = np.array(codec_nf4.LEVELS, np.float32)
+MIDPOINTS = np.array([(low + high) / 2 for low, high in pairwise(codec_nf4.LEVELS)], np.float32)
 EXCESS = 2  # units in the last place: a scaled value is at most qmax * (1 + 2^-22)
 
 
@@ -26,7 +26,7 @@ def _bits(value: float) -> int:
 
 
 def _around(points: NDArray[np.float32], largest: float, reach: int = 300) -> NDArray[np.float32]:
-    """The float32 neighbours of points and of 0, up to ``largest`` and a little beyond, and others between them."""
+    """The float32 neighbours of these points and of 0, up to slightly beyond ``largest``, and values between them."""
     steps = np.arange(-reach, reach + 1, dtype=np.int64)
     bits = words(np.abs(points)).astype(np.int64)[:, None] + steps
     near = floats(bits.clip(0).astype(np.uint32).ravel())
@@ -42,7 +42,7 @@ def _bytes(results: Words) -> NDArray[np.uint8]:
 
 
 def _encoded(text: Any, values: NDArray[np.float32], keep: int = 0xFFFFFFFF) -> NDArray[np.uint8]:
-    """Codes of values, four (eight with two halves) a call."""
+    """Encode values, four (eight with two halves) in a call."""
     width = 8 if "$9" in text.value else 4
     columns = words(values).reshape(-1, width)
     kept = np.full(len(columns), keep, np.uint32)
@@ -50,7 +50,7 @@ def _encoded(text: Any, values: NDArray[np.float32], keep: int = 0xFFFFFFFF) -> 
 
 
 def _pairs(values: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Values in the order in which eight of them enter: low halves of four bytes, then high halves."""
+    """Values in the order of the operands: low halves of four bytes, then high halves."""
     return np.ascontiguousarray(values.reshape(-1, 4, 2).transpose(0, 2, 1)).ravel()
 
 
@@ -86,7 +86,7 @@ def test_blocks_that_are_not_finite_have_codes_of_0(text: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_fp8_codes_of_all_float32_bits() -> None:
-    """Of torch's conversion, which shares nothing with the emulation, and of the reference; 2^24 patterns a turn."""
+    """Equal to torch's conversion, independent of the emulation, and to the reference; 2^24 patterns a time."""
     last = _bits(448.0) + EXCESS
     first = _bits(2.0**-13)  # below, all is rounded to 0: some
     for start in range(first, last + 1, 1 << 24):
@@ -104,7 +104,7 @@ def test_fp8_codes_of_all_float32_bits() -> None:
 
 
 def _reference_fp8(bits: Words) -> NDArray[np.uint8]:
-    """The contract's integer operations, of magnitudes."""
+    """The contract's integer operations on magnitudes."""
     normal = ((bits + np.uint32(0x7FFFF) + (bits >> np.uint32(20) & np.uint32(1))) >> np.uint32(20)).astype(
         np.int64
     ) - 960
@@ -139,7 +139,7 @@ def test_all_pairs_of_codes_decode_to_their_levels() -> None:
 
 
 def test_reciprocals_of_scales_are_rounded_right_from_any_approximation() -> None:
-    """Whatever rcp.approx yields within its documented unit in the last place; all significands of a bfloat16."""
+    """For every result that rcp.approx may give within its documented unit in the last place, and every significand."""
     assert "rcp.approx.ftz.f32 $0, $1;" in ptx.RECIPROCAL.value
     significands = np.arange(128, dtype=np.uint32)
     for exponent in (20, 127, 250):  # scales of 2^-107 to 2^123

@@ -1,4 +1,4 @@
-"""Calls of everything that communicates, on a world of 4 ranks, as 2 nodes of 2 where there are two hops."""
+"""Calls of every function that communicates, for 4 ranks: 2 nodes of 2 where there are two hops."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ WORLD_SIZE = 4
 
 
 def values(rank: int, numel: int, dtype: torch.dtype, device: str) -> Tensor:
-    """This rank's."""
     generator = torch.Generator().manual_seed(rank * 7919 + numel)
     return (torch.randn(numel, generator=generator) * (rank + 1)).to(device, dtype)
 
@@ -24,7 +23,7 @@ def values(rank: int, numel: int, dtype: torch.dtype, device: str) -> Tensor:
 def collectives(
     rank: int, name: str, group: Any, wire: Any, dtype: torch.dtype, numel: int, *, device: str = "cpu"
 ) -> list[Tensor]:
-    """What each collective makes over backend ``name``."""
+    """The result of each collective over backend ``name``."""
     shard, full = values(rank, numel, dtype, device), values(rank, numel * WORLD_SIZE, dtype, device)
     draws = "stochastic" in str(wire)
     options: dict[str, Any] = {"backend": name, "random": zcomm.RandomKey(1, 2, 3) if draws else None}
@@ -40,7 +39,7 @@ def collectives(
 
 
 def with_residual(rank: int, name: str, group: Any, numel: int, *, device: str = "cpu") -> list[Tensor]:
-    """Three reductions with a residual, and what it is afterwards."""
+    """Three reductions with a residual; returns their results and the residual."""
     residual = zcomm.Residual(group, [("p", 0, numel * WORLD_SIZE)], numel * WORLD_SIZE, device=device)
     made = []
     for step in range(3):
@@ -52,7 +51,7 @@ def with_residual(rank: int, name: str, group: Any, numel: int, *, device: str =
 
 
 def kept(rank: int, topology: Topology, numel: int, *, device: str = "cpu") -> list[Tensor]:
-    """Of what keeps the backend of its topology."""
+    """Results of classes that keep the backend of their topology."""
     options: dict[str, Any] = {"dtype": torch.bfloat16, "device": device}
     shard, made = values(rank, numel, torch.bfloat16, device), []
     for over, size in (("world", WORLD_SIZE), ("nodes", 2)):
@@ -80,6 +79,6 @@ def kept(rank: int, topology: Topology, numel: int, *, device: str = "cpu") -> l
 
 
 def assert_same_bits(case: str, got: list[Tensor], expected: list[Tensor]) -> None:
-    """Tensor by tensor, none with NaN."""
+    """Compare tensor by tensor; none may contain NaN."""
     for index, (a, b) in enumerate(zip(got, expected, strict=True)):
         assert torch.equal(a, b), f"{case}: result {index}"

@@ -1,4 +1,4 @@
-"""Tests of collectives that run over both backends: torch's groups, and the communicator over the emulated NCCL."""
+"""Fixtures that run tests of collectives over both backends: torch's groups, and the emulated NCCL."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ from tests.ranks import ranks_over
 
 @pytest.fixture(params=["torch", "nccl"])
 def both_backends(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Each test once over each; the ranks of ``run_ranks`` have it as their default."""
+    """Run each test over each backend, which is the default of the ranks of ``run_ranks``."""
     with ranks_over(request.param):
         yield request.param

@@ -1,4 +1,4 @@
-"""Blocks of every difficult kind."""
+"""Test data: blocks of every difficult kind."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def mixture(numel: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor
 
 
 def same_values(a: Tensor, b: Tensor) -> bool:
-    """Equal bit for bit; NaNs by position."""
+    """Whether both are equal bit for bit; NaNs by position."""
     if a.dtype.is_floating_point:
         nan = a.isnan()
         if not torch.equal(nan, b.isnan()):

@@ -1,4 +1,4 @@
-"""What the tests of install_fsdp2 share: models under FSDP2, their gradients whole, errors."""
+"""Helpers of the tests of install_fsdp2: models under FSDP2, their full gradients, errors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ AS_IS = Recipe(weights="none", gradients=("none", "none"))
 
 
 def sharded(model: nn.Module, **options: Any) -> nn.Module:
-    """Each linear layer a unit, the rest the root's."""
+    """Shard each linear layer as a unit; the root's unit has all other parameters."""
     for module in model.modules():
         if isinstance(module, nn.Linear):
             fully_shard(module, **options)

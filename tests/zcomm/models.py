@@ -1,4 +1,4 @@
-"""Models whose gradients a test knows or compares."""
+"""Models whose gradients a test can compute or compare."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 
 class Given(nn.Module):
-    """Parameters of given sizes whose gradients are what forward gets: loss = sum of (parameter x input)."""
+    """Parameters of given sizes whose gradients are the inputs: loss = sum of (parameter x input)."""
 
     def __init__(self, sizes: dict[str, int], dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -22,7 +22,6 @@ class Given(nn.Module):
 
 
 def mlp(width: int = 64, dtype: torch.dtype = torch.float32) -> nn.Sequential:
-    """Three linear layers, the same on every rank."""
     generator_state = torch.get_rng_state()
     torch.manual_seed(0)
     model = nn.Sequential(
@@ -33,17 +32,16 @@ def mlp(width: int = 64, dtype: torch.dtype = torch.float32) -> nn.Sequential:
 
 
 def batch(rank: int, step: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """What ``rank`` trains on in ``step``."""
+    """The batch of ``rank`` in ``step``."""
     return torch.randn(16, 32, generator=torch.Generator().manual_seed(1000 * step + rank)).to(dtype)
 
 
 def flat_grad(model: nn.Module) -> Tensor:
-    """All gradients, in the order of the parameters."""
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
 def mean_grad(model: nn.Module, step: int, world_size: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The mean of all ranks' gradients of ``model``, computed here."""
+    """The mean of all ranks' gradients of ``model``, computed in this process."""
     grads = []
     for rank in range(world_size):
         model.zero_grad()

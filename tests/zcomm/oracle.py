@@ -74,7 +74,7 @@ def nearest_fp8(y: float) -> int:
 
 
 def philox(counter: list[int], key: list[int]) -> list[int]:
-    """Philox4x32-10, from the paper."""
+    """Philox4x32-10, written from the paper."""
     (a, b, c, d), (k, m) = counter, key
     for _ in range(10):
         p, q = 0xD2511F53 * a, 0xCD9E8D57 * c
@@ -99,7 +99,7 @@ def rounded(y: np.float32, element: int, wire: Wire) -> int:
 
 
 def rotated(values: np.ndarray) -> np.ndarray:
-    """Butterflies over a block of 2^k float32."""
+    """Rotate a block of 2^k float32 by butterflies."""
     values = values.astype(np.float32).copy()
     stride = 1
     with np.errstate(over="ignore", invalid="ignore"):
@@ -186,7 +186,6 @@ def _encoded(segments: list[np.ndarray], wire: Wire) -> list[list[tuple[int, lis
 
 
 def encode(segments: list[np.ndarray], wire: Wire, operation: str) -> bytes:
-    """One message."""
     encoded = _encoded(segments, wire)
     form = "<H" if wire.symmetric else "<I"
     headers = b"".join(struct.pack(form, header) for segment in encoded for header, _ in segment)
@@ -206,7 +205,7 @@ def _pack(codes: list[int], bits: int) -> bytes:
 
 
 def decode(segments: list[np.ndarray], wire: Wire) -> np.ndarray:
-    """What a message of ``segments`` decodes to, float32 [num_segments, segment_numel]."""
+    """Decode a message of ``segments`` to float32 [num_segments, segment_numel]."""
     rows = [[v for block in segment for v in decode_block(*block, wire)] for segment in _encoded(segments, wire)]
     return np.array(rows, dtype=np.float32).reshape(len(segments), len(segments[0]))
 
@@ -231,7 +230,7 @@ def decode_residual(blocks: list[tuple[int, list[int]]]) -> np.ndarray:
 def encode_with_residual(
     x: np.ndarray, blocks: list[tuple[int, list[int]]], wire: Wire, beta: float
 ) -> tuple[np.ndarray, list[tuple[int, list[int]]]]:
-    """What the message of ``x`` decodes to, and the new residual."""
+    """Return the decoded message of ``x`` and the new residual."""
     u = x.astype(np.float32) + np.float32(beta) * decode_residual(blocks)
     sent = decode([u], wire)[0]
     with np.errstate(invalid="ignore"):

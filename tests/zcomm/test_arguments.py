@@ -1,4 +1,4 @@
-"""Arguments of a wrong kind: one named error, before any communication, the same for operators and their fakes."""
+"""Arguments of a wrong type: one named error, before any communication, the same for operators and their fakes."""
 
 # covers zcomm/_base/arguments.py
 
@@ -20,6 +20,7 @@ from tests.ranks import device_mesh, run_ranks, topology
 from zcomm import LayoutError, Topology, TopologyError, ZcommError, functional
 
 ONE = Topology.single()
+SIZES = {"output_split_sizes": [8], "input_split_sizes": [8]}
 CALLS: dict[str, tuple[Callable[..., object], dict[str, Any]]] = {
     "all_gather": (zcomm.all_gather_single, {"output": torch.zeros(8), "input": torch.zeros(8)}),
     "reduce_scatter": (zcomm.reduce_scatter_single, {"output": torch.zeros(8), "input": torch.zeros(8), "op": "sum"}),
@@ -29,8 +30,14 @@ CALLS: dict[str, tuple[Callable[..., object], dict[str, Any]]] = {
     "functional reduce_scatter": (functional.reduce_scatter_single, {"input": torch.zeros(8), "op": "sum"}),
     "functional all_reduce": (functional.all_reduce, {"input": torch.zeros(8), "op": "sum"}),
     "functional all_to_all": (functional.all_to_all_single, {"input": torch.zeros(8)}),
+    "lists": (zcomm.all_gather_single, {"output": [torch.zeros(8)], "input": [torch.zeros(8)]}),
+    "split sizes": (zcomm.all_to_all_single, {"output": torch.zeros(8), "input": torch.zeros(8), **SIZES}),
+    "functional split sizes": (functional.all_to_all_single, {"input": torch.zeros(8), **SIZES}),
 }
-COMMON = {"group": ONE, "format": "int8", "random": None, "async_op": False, "numbering": "rank", "residual": None}
+COMMON = {
+    "group": ONE, "format": "int8", "random": None, "async_op": False, "numbering": "rank", "residual": None,
+    "grad_format": None,
+}  # fmt: skip
 WRONG = {
     "none": None, "integer": 3, "float": 0.5, "word": "x", "list": [1, 2], "list of tensors": [torch.zeros(8)],
     "tuple": (1, 2, 3), "dict": {}, "object": object(), "function": print, "class": Tensor, "array": np.zeros(8),
@@ -58,7 +65,8 @@ def test_an_argument_of_a_wrong_kind_is_named(call: str, wrong: str) -> None:
     function(**right)
     for name in right:
         error = _error_of(lambda n=name: function(**{**right, n: WRONG[wrong]}))
-        assert error is None or name in str(error) or (name, "format" in str(error)) == ("gather_format", True), error
+        is_format = name in ("gather_format", "grad_format") and "format" in str(error)
+        assert error is None or name in str(error) or is_format, error
 
 
 def _check_dtensor_and_mesh(rank: int) -> None:
@@ -80,14 +88,15 @@ def _check_dtensor_and_mesh(rank: int) -> None:
     zcomm.all_gather_single(full, sharded.to_local())
     assert full.tolist() == list(range(16))
     for function in (zcomm.all_reduce, functional.all_reduce):
-        with pytest.raises(TopologyError, match=r"got DeviceMesh; pass mesh\.get_group\(\)"):
-            function(torch.ones(8), group=mesh)
-    tensor = torch.ones(8)
-    zcomm.all_reduce(tensor, group=mesh.get_group())
-    assert tensor.tolist() == [2.0] * 8
+        with pytest.raises(TopologyError, match=r"ndim=2; pass mesh\[name\] for one hop"):
+            function(torch.ones(8), group=device_mesh((2, 1), ("data", "model")))
+    for group in (mesh.get_group(), mesh):
+        tensor = torch.ones(8)
+        zcomm.all_reduce(tensor, group=group)
+        assert tensor.tolist() == [2.0] * 8
 
 
-def test_dtensors_and_meshes_are_refused_with_the_remedy() -> None:
+def test_dtensors_and_meshes_of_two_dimensions_are_refused_with_the_remedy() -> None:
     run_ranks(2, _check_dtensor_and_mesh)
 
 
@@ -121,9 +130,8 @@ def test_parameters_are_taken_under_no_grad() -> None:
 REFUSED: dict[str, Callable[[], object]] = {
     "7 of 2": lambda: functional.reduce_scatter_single(torch.ones(7)),
     "exchange of 7": lambda: functional.all_to_all_single(torch.ones(7)),
-    "2-D": lambda: functional.all_gather_single(torch.ones(2, 3)),
-    "2-D sum": lambda: functional.all_reduce(torch.ones(2, 3)),
-    "0-dim": lambda: functional.all_reduce(torch.ones(())),
+    "3 rows of 2": lambda: functional.reduce_scatter_single(torch.ones(3, 2)),
+    "exchange of 3 rows": lambda: functional.all_to_all_single(torch.ones(3, 2)),
     "integers": lambda: functional.all_reduce(torch.ones(4, dtype=torch.int64)),
     "to integers": lambda: functional.reduce_scatter_single(torch.ones(4), dtype=torch.int64),
     "float8": lambda: functional.all_gather_single(torch.ones(4).to(torch.float8_e4m3fn)),
@@ -133,6 +141,11 @@ REFUSED: dict[str, Callable[[], object]] = {
     "key": lambda: functional.all_gather_single(torch.ones(4), random=zcomm.RandomKey(1, 2, 3)),
     "op": lambda: functional.all_reduce(torch.ones(4), "max"),
     "numbering": lambda: functional.all_gather_single(torch.ones(4), numbering="x"),  # type: ignore[arg-type]
+    "grad_format": lambda: functional.all_gather_single(torch.ones(4), grad_format="int8:stochastic"),
+    "grad pair": lambda: functional.all_reduce(torch.ones(4), grad_format=("int8", "int4")),
+    "rows": lambda: functional.all_to_all_single(torch.ones(4, 2), output_split_sizes=[2, 2], input_split_sizes=[1, 2]),
+    "one of the splits": lambda: functional.all_to_all_single(torch.ones(4, 2), input_split_sizes=[2, 2]),
+    "splits": lambda: functional.all_to_all_single(torch.ones(4), output_split_sizes=[2], input_split_sizes=[2, 2]),
 }
 TAKEN: dict[str, Callable[[], Tensor]] = {
     "8 of 2": lambda: functional.reduce_scatter_single(torch.ones(8), dtype=torch.float64),
@@ -141,6 +154,15 @@ TAKEN: dict[str, Callable[[], Tensor]] = {
     "bf16": lambda: functional.all_reduce(torch.ones(7, dtype=torch.bfloat16)),
     "auto": lambda: functional.all_reduce(torch.ones(7), format="auto"),
     "empty": lambda: functional.all_gather_single(torch.ones(0)),
+    "2-D": lambda: functional.all_gather_single(torch.ones(2, 3)),
+    "2-D sum": lambda: functional.all_reduce(torch.ones(3, 2).t()),
+    "2-D shard": lambda: functional.reduce_scatter_single(torch.ones(4, 3).t().contiguous().t()),
+    "2-D exchange": lambda: functional.all_to_all_single(torch.ones(2, 3, 2), format="int8"),
+    "0-dim": lambda: functional.all_reduce(torch.ones(())),
+    "splits": lambda: functional.all_to_all_single(
+        torch.ones(3, 4, 2).transpose(0, 1), output_split_sizes=[2, 2], input_split_sizes=[2, 2]
+    ),
+    "grad_format": lambda: functional.all_gather_single(torch.ones(4), grad_format="int8"),
 }
 
 

@@ -1,4 +1,4 @@
-"""``format="auto"``: what the probe's file says, the same on all ranks whatever files they have; else uncompressed."""
+"""``format="auto"``: the choice from the probe's file agrees on all ranks, also if files differ or are missing."""
 
 # covers zcomm/_bench/probe.py zcomm/_collectives/auto_format.py
 
@@ -23,7 +23,7 @@ from zcomm import ConfigError, Topology, ZcommError, cli
 from zcomm._base import env
 from zcomm._bench.probe import choose_confirmed, choose_fastest
 from zcomm._collectives import auto_format
-from zcomm._collectives.auto_format import NONE, ProbedChoice, Table
+from zcomm._collectives.auto_format import NONE, FormatTable, ProbedChoice
 
 SHAPE = "2x2 on 1 host"
 CPU = torch.device("cpu")
@@ -100,7 +100,7 @@ def test_ranks_choose_what_the_first_rank_read(tmp_path: Path) -> None:
 
 
 def _check_local_rows(rank: int, path: str) -> None:
-    """Rows numbered local take two hops: over one they would be other ranks' rows."""
+    """Rows in local numbering take two hops: over one hop they would be the rows of other ranks."""
     with _topology_with(path) as t:
         full, shard = torch.empty(32768), torch.full((8192,), float(rank))
         zcomm.all_gather_single(full, shard, t, format="auto", numbering="local")
@@ -155,25 +155,25 @@ def test_a_broken_file_is_the_same_error_on_every_rank(tmp_path: Path, text: str
 
 def test_a_choice_holds_from_its_size_on() -> None:
     rows = {"all_gather": [(1000, ProbedChoice.parse("int8", 2)), (5000, ProbedChoice.parse("int4", 1))]}
-    table = Table("cpu", rows)
+    table = FormatTable("cpu", rows)
     found = [str(table.choose("all_gather", n, CPU).inside) for n in (1, 999, 1000, 4999, 5000, 10**9)]
     assert found == ["none", "none", "int8", "int8", "int4", "int4"]
     assert table.choose("all_reduce", 5000, CPU) == ProbedChoice.parse("none", 2)
     assert table.choose("all_gather", 5000, torch.device("cuda")) == ProbedChoice.parse("none", 2)
     assert table.has_one_hop
-    small = Table(
+    small = FormatTable(
         "cpu",
         {"all_gather": [(4096, ProbedChoice.parse("none", 1))], "all_reduce": [(4096, ProbedChoice.parse("int8", 1))]},
     )
     assert small.choose("all_gather", 1, CPU) == ProbedChoice.parse("none", 1)  # fewer bytes cost no more hops
     assert small.choose("all_reduce", 1, CPU) == ProbedChoice.parse("none", 2)
-    assert not Table().has_one_hop
+    assert not FormatTable().has_one_hop
 
 
 def test_nothing_is_chosen_that_was_not_allowed(capsys: pytest.CaptureFixture[str]) -> None:
-    """At any size, of any collective: a row of the table for it, or exact."""
+    """At any size and for any collective: auto chooses a row of its table, or exact."""
     rows = {"all_gather": [(1000, ProbedChoice.parse("int8", 2)), (5000, ProbedChoice.parse("bf16", 1))]}
-    table = Table("cpu", rows)
+    table = FormatTable("cpu", rows)
     allowed = {NONE, *(choice for _, choice in rows["all_gather"])}
     sizes = [2**power + shift for power in range(40) for shift in (-1, 0, 1)]
     assert {table.choose("all_gather", nbytes, CPU) for nbytes in sizes} == allowed
@@ -231,7 +231,7 @@ def test_where_the_file_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
 
 
 def _check_speed(rank: int, numel: int) -> None:
-    """Of 200 pairs auto may take more than the limit in half; 130 would be no chance (4 standard deviations)."""
+    """Of 200 pairs auto may exceed the limit in half; 130 would be no coincidence (4 standard deviations)."""
     with _topology_with("/no/such/file") as t:
         full, shard = torch.empty(4 * numel), torch.ones(numel)
         taken: dict[str, list[float]] = {"auto": [], "none": []}

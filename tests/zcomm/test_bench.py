@@ -1,6 +1,6 @@
-"""``zcomm bench``: its grammar, its verdicts, what it refuses, and the columns against formulas."""
+"""``zcomm bench``: its output format, its verdicts, the options it refuses, and its columns against formulas."""
 
-# covers zcomm/_bench/checking.py zcomm/_bench/collectives.py zcomm/_bench/command.py zcomm/_bench/data.py
+# covers zcomm/_bench/checking.py zcomm/_bench/collectives.py zcomm/_bench/command.py zcomm/_bench/error_bounds.py
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from tests.ranks import run_ranks, topology
 from tests.zcomm import oracle
 from tests.zcomm.oracle import Wire as OracleWire
 from zcomm import cli
-from zcomm._bench import workloads
+from zcomm._bench import error_bounds
 from zcomm._bench.checking import check
 from zcomm._bench.data import Tiles
 from zcomm._bench.harness import BenchReport, Column, Timing, interleave
 from zcomm._bench.interface import sent_nbytes
 from zcomm._bench.options import sizes_of
 from zcomm._bench.workloads import Workload, wire_of
-from zcomm._collectives.auto_format import Table
+from zcomm._collectives.auto_format import FormatTable
 
 
 def _refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -111,13 +111,13 @@ def test_tiles_are_what_they_say() -> None:
     ],
 )
 def test_a_bound_holds_and_is_met(text: str, at_least: float) -> None:
-    """By the oracle, which shares no code: no value is off by more, and some are off by nearly as much."""
+    """By the oracle, which shares no code: no error exceeds the bound, and some come close to it."""
     format = zcomm.get_format(text)
     drawn = (1, 2, 3, 4, 5) if format.is_random else None
     wire = OracleWire(format.name, format.block, format.symmetric, format.rotation is not None, drawn)
     x = np.random.default_rng(0).uniform(-1, 1, 20_000).astype(np.float32)
     off = np.abs(oracle.decode([x], wire)[0].astype(np.float64) - x)
-    bound = workloads.step_bound(torch.from_numpy(x).double().abs(), format, torch.float32).numpy()
+    bound = error_bounds.step_bound(torch.from_numpy(x).double().abs(), format, torch.float32).numpy()
     assert (off <= bound).all()
     assert (off / bound).max() > at_least
 
@@ -126,7 +126,7 @@ def test_a_cast_to_fp16_may_lose_all_of_the_smallest_values() -> None:
     """They are rounded to multiples of 2^-24, so a bound that is relative alone would call them wrong."""
     x = torch.tensor([1e-7, 3e-6, 1e-5, 6e-5, 1.0, 1234.5])
     off = (x.half().double() - x.double()).abs()
-    bound = workloads.step_bound(x.double().abs(), zcomm.get_format("fp16"), torch.float32)
+    bound = error_bounds.step_bound(x.double().abs(), zcomm.get_format("fp16"), torch.float32)
     assert (off > x.double() * 2**-11).any()
     assert (off <= bound).all()
     assert (bound[:3] == 2**-25).all()
@@ -158,7 +158,7 @@ def _check_verdicts(rank: int, op: str, dtypes: tuple[torch.dtype, ...], texts: 
 
 
 def _check_a_fault_is_seen(rank: int, w: Workload, wire: Any) -> None:
-    """One element, on one rank, moved by a little more than it may be; or one that ranks hold differently."""
+    """Change one element on one rank by slightly more than the bound, or make ranks hold different values."""
     part = list(w.parts())[-1]
     spot = part.start + part.numel // 2
     usual = w.output[spot].clone()
@@ -218,12 +218,12 @@ def test_a_terminal_shows_what_is_being_done(
     assert "checking int8" in shown
     assert len(shown) < 200  # no line break
     report.row({"case": "int8"}, num_wrong=0)
-    assert terminal.getvalue() == shown + "\r\x1b[K"  # taken away before the row
+    assert terminal.getvalue() == shown + "\r\x1b[K"  # erased before the row
     assert capsys.readouterr().out.split() == ["int8", "0"]
 
 
 def _zcomm(folder: Path, *arguments: str) -> list[dict[str, Any]]:
-    """The JSON lines of a run in ``folder``, away from the source tree."""
+    """The JSON lines of a run in ``folder``, outside the source tree."""
     command = [sys.executable, "-m", "zcomm", *arguments, "--json"]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=350, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -286,7 +286,7 @@ def test_probe_writes_what_auto_reads(tmp_path: Path) -> None:
     assert facts["links"]["within"]["bandwidth_gbps"] > 0
     assert facts["links"]["between"]["latency_us"] > 0
     assert facts["kernels_gbps"]["int8"].keys() == {"quantize", "decode"}
-    table = Table.parse(str(path), path.read_text(), shape="2x2 on 1 host")
+    table = FormatTable.parse(str(path), path.read_text(), shape="2x2 on 1 host")
     assert len(rows) == 4 * 2
     for row in rows:
         choice = table.choose(row["collective"], row["nbytes"], torch.device("cpu"))

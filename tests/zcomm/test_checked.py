@@ -1,4 +1,4 @@
-"""With ZCOMM_CHECK=1 one wrong bit in any message is the same named error on every rank, and nothing of it is used."""
+"""With ZCOMM_CHECK=1 one flipped bit in any message is the same named error on every rank, and nothing is used."""
 
 # covers zcomm/_base/env.py zcomm/_transport/checked.py
 
@@ -31,7 +31,7 @@ VICTIM = 1
 
 @contextmanager
 def checking() -> Iterator[None]:
-    """As a process that was started with ZCOMM_CHECK=1."""
+    """Act as a process started with ZCOMM_CHECK=1."""
     usual = env.is_set
     env.is_set = lambda name: name == "ZCOMM_CHECK" or usual(name)  # type: ignore[assignment]
     try:
@@ -42,7 +42,7 @@ def checking() -> Iterator[None]:
 
 @contextmanager
 def flipped_bit(nth: int, *, at: int = -1, bit: int = 4) -> Iterator[list[int]]:
-    """In what the ``nth`` exchange from here on brings, in one byte from one rank. Yields the senders."""
+    """Flip a bit of one rank's bytes in the ``nth`` exchange from now on. Yields the senders."""
     usual, left, senders = checked.wait_received, [nth], []
 
     def wait_received(pending: Any, received: Mapping[int, Tensor]) -> None:
@@ -62,7 +62,7 @@ def flipped_bit(nth: int, *, at: int = -1, bit: int = 4) -> Iterator[list[int]]:
 
 
 def _calls(rank: int, world_size: int) -> dict[str, tuple[int, Callable[[], object]]]:
-    """By name: how many exchanges it has, and the call."""
+    """The calls by name, each with its number of exchanges."""
     two_hops, hops = topology(2), min(2, world_size // 2)
     shard = torch.linspace(-1, 1 + rank, NUMEL)
     rows, out = shard.repeat(world_size), torch.empty(NUMEL)
@@ -115,7 +115,7 @@ def _check(rank: int, world_size: int) -> None:
 
 
 def _check_node_sums(rank: int) -> None:
-    """Its hop between nodes is one of all ranks, and damage inside a node is told to the others."""
+    """The hop between nodes is one over all ranks; damage inside a node is reported to the other nodes."""
     sums, out, texts = zcomm.NodeSums(topology(2), NUMEL, ("int8", "int4")), torch.empty(NUMEL), [""] * 4
     full = torch.linspace(-1, rank, 4 * NUMEL)
     sums.add(full)
@@ -135,7 +135,7 @@ def _check_node_sums(rank: int) -> None:
 
 
 def _check_gathers_of_a_node(rank: int) -> None:
-    """The other node raises the same error, though its own messages are intact: else it would wait for a dead one."""
+    """The other node raises the same error, though its messages are intact: else it would wait for dead ranks."""
     two_hops, out, texts = topology(2), torch.empty(4 * NUMEL), [""] * 4
     secondary = zcomm.SecondaryPartition(two_hops, 4 * NUMEL, torch.float32)
     secondary.fill(torch.arange(4.0 * NUMEL))
@@ -152,7 +152,7 @@ def _check_gathers_of_a_node(rank: int) -> None:
 
 
 def _check_order(rank: int, world_size: int) -> None:
-    """Ranks that wait in other orders, one of them for nothing."""
+    """Ranks wait for the calls in different orders, and one of them for none."""
     fulls = [torch.empty(world_size * NUMEL) for _ in range(4)]
     works: Any = [
         zcomm.all_gather_single(full, torch.full((NUMEL,), float(rank + i)), async_op=True)
@@ -182,7 +182,7 @@ def test_a_wrong_bit_is_the_same_error_on_every_rank(world_size: int) -> None:
 
 
 def _check_diverging(rank: int) -> None:
-    """Ranks of two hops in other calls: some wait for verdicts alone, in exchanges that all their ranks have begun."""
+    """Ranks make different calls of two hops: some wait only for verdicts, in exchanges that all have started."""
     with checking():
         t = zcomm.Topology(ranks_per_node=2)
         t.companion  # noqa: B018  (made at the first use)

@@ -1,4 +1,4 @@
-"""Chunks: where they are cut, the order of their exchanges, and that nothing but time depends on them."""
+"""Chunks: their boundaries and the order of their exchanges; they change nothing but time."""
 
 # covers zcomm/_transport/chunks.py
 
@@ -27,7 +27,6 @@ NUMEL = 5 * 512 + 77
 
 @contextmanager
 def _chunks_of_at_least(numel: int) -> Iterator[None]:
-    """Over whatever backend."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(chunks, "MIN_CHUNK_NUMEL", numel)
         patch.setattr(nccl_steps, "MIN_CHUNK_NUMEL", numel)
@@ -55,7 +54,7 @@ def test_small_shards_are_not_cut() -> None:
 
 
 def test_on_gpus_a_chunk_takes_several_times_what_it_costs_the_host() -> None:
-    """By arithmetic of its own: bytes over the rate, against the host's time."""
+    """Computed independently: bytes over the rate, against the host's time."""
     slow, fast = Link(20e-6, 2e9), Link(5e-6, 900e9)
     cases = ((8, (), 450e9, 0), (8, (slow, fast), 900e9, 25e-6), (2, (slow,), 2e9, 20e-6))
     for num_ranks, links, rate, latency_s in cases:
@@ -68,7 +67,7 @@ def test_on_gpus_a_chunk_takes_several_times_what_it_costs_the_host() -> None:
 
 
 class _Exchange:
-    """Logs that it is waited for."""
+    """An exchange that logs the wait for it."""
 
     def __init__(self, log: list[str], name: str) -> None:
         self.log, self.name = log, name
@@ -124,7 +123,7 @@ def test_after_a_failure_before_an_exchange_none_is_started_and_none_forgotten()
 
 
 def _results(rank: int, numbering: Any, wire: Any, dtype: torch.dtype) -> list[Tensor]:
-    """What the collectives of two hops give, into contiguous and strided rows, of the tensor's dtype and another."""
+    """Results of the collectives of two hops, in contiguous and strided rows, of the tensor's dtype and another."""
     t = topology(2)
     found = []
     for out_dtype in (dtype, torch.float32):
@@ -195,7 +194,7 @@ def test_chunks_are_counted_exactly() -> None:
 
 
 def _check_errors(rank: int) -> None:
-    """Rank 3 gathers in another format of the same size: whoever receives from it raises, and nobody hangs."""
+    """Rank 3 gathers in another format of the same size: its receivers raise, and no rank hangs."""
     t = zcomm.Topology(ranks_per_node=2)
     block = 256 if rank != 3 else 254
     shard, full = torch.ones(2 * 65024), torch.empty(8 * 65024)

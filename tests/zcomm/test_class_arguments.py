@@ -1,4 +1,4 @@
-"""Arguments of a wrong kind for the classes: one named error with the argument's name, before any communication."""
+"""Arguments of a wrong type for the classes: one error that names the argument, before any communication."""
 
 # covers zcomm/__init__.py
 
@@ -70,7 +70,7 @@ RIGHT: dict[str, set[str]] = {
     "backend": {"backend"},
     "kernels": {"kernels"},
 }
-"""Of each kind of argument, what of WRONG is not wrong."""
+"""By type of argument: the values of WRONG that are valid for it."""
 
 
 def _refreshed() -> zcomm.DeltaGather:

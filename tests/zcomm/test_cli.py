@@ -1,4 +1,4 @@
-"""The report for bug reports: whole, machine readable, and never the thing that fails."""
+"""``zcomm env``, the report for bug reports: complete, machine readable, and it never fails."""
 
 # covers zcomm/_stateful/encoded_shard.py zcomm/cli.py zcomm/report.py
 

@@ -4,8 +4,10 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -27,7 +29,6 @@ NUMELS = [1, 300, 513]
 
 
 def _data(rank: int, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """What ``rank`` holds."""
     return (torch.randn(numel, generator=torch.Generator().manual_seed(rank)) * (rank + 1)).to(dtype)
 
 
@@ -40,7 +41,7 @@ def _shards(world_size: int, ranks_per_node: int, numbering: str) -> list[int]:
 
 
 def _twice(call: Any, make_output: Any) -> Tensor:
-    """The result, computed synchronously and asynchronously: the same bits."""
+    """Compute synchronously and asynchronously; both results must have the same bits."""
     first, second = make_output(), make_output()
     assert call(first, async_op=False) is None
     work = call(second, async_op=True)
@@ -52,7 +53,7 @@ def _twice(call: Any, make_output: Any) -> Tensor:
 
 
 def _agree(tensor: Tensor) -> None:
-    """All ranks hold the same bits."""
+    """Check that all ranks hold the same bits."""
     mine = tensor.contiguous().view(-1).view(torch.uint8)
     others = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(others, mine)
@@ -110,7 +111,7 @@ def _summed(terms: list[np.ndarray]) -> np.ndarray:
 
 
 def _reduced(owner: int, owners: list[int], per_node: int, numel: int, wire: tuple[str, str]) -> np.ndarray:
-    """The sum that ``owner`` ends with, by the contract: rank order inside the node, then node order."""
+    """The sum for ``owner`` by the contract: rank order inside the node, then node order."""
     row = owners.index(owner)
 
     def sent(values: np.ndarray, name: str) -> np.ndarray:
@@ -178,7 +179,7 @@ def _check_all_reduce(rank: int, per_node: int) -> None:
 
 
 def _check_sums_are_wide(rank: int, world_size: int) -> None:
-    """A sum of bf16 is rounded once, by the format of the gather."""
+    """A sum of bf16 is rounded once, by the format of the gather, and not for each term."""
     numel, dtype = 60 * world_size, torch.bfloat16
     x = _data(rank, numel, dtype)
     zcomm.all_reduce(x, format="none", gather_format="int8")
@@ -338,7 +339,7 @@ def _gather_and_wait(shard: Tensor, t: zcomm.Topology, wire: zcomm.Format, *, as
 
 
 def _check_mismatch(rank: int) -> None:
-    """A rank that calls with another format of the same length is found out on every rank."""
+    """A rank that uses another format of the same length is detected on every rank."""
     t = topology(2)
     block = 256 if rank == 0 else 250  # as many blocks, so as many bytes
     for async_op in (False, True):
@@ -351,7 +352,7 @@ def test_mismatched_formats_raise_on_every_rank() -> None:
 
 
 def _check_control(rank: int, backend: str) -> None:
-    """With "nccl", which takes no tensor of the host, the exchanges must not be over it."""
+    """With "nccl", which does not support host tensors, control exchanges must not use that group."""
     t = topology(2).clone()
     t.world = replace(t.world, backend=backend)
     assert (t.on_host.group is t.world.group) == (backend == "gloo")
@@ -374,3 +375,79 @@ def _check_control(rank: int, backend: str) -> None:
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])
 def test_control(backend: str) -> None:
     run_ranks(4, _check_control, backend)
+
+
+def _flat_results(x: Tensor, group: Any, format: str) -> list[Tensor]:
+    """What the four collectives give for the flat elements of ``x``."""
+    flat, world_size = x.reshape(-1), dist.get_world_size()
+    full, shard, total, parts = (
+        flat.new_empty(world_size * len(flat)),
+        flat.new_empty(len(flat) // 2),
+        flat + 0,
+        flat + 0,
+    )
+    zcomm.all_gather_single(full, flat, group, format=format)
+    zcomm.reduce_scatter_single(shard, flat, group=group, format=format)
+    zcomm.all_reduce(total, group=group, format=format)
+    zcomm.all_to_all_single(parts, flat, group, format=format)
+    return [full, shard, total, parts]
+
+
+def _check_shapes(rank: int) -> None:
+    """Tensors of several dimensions have the bits of flat ones, over a group, a mesh and a Topology."""
+    x = _data(rank, 4 * 3 * 70).view(4, 3, 70)
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2,), mesh_dim_names=("all",))
+    both = dist.device_mesh.init_device_mesh("cpu", (2, 1), mesh_dim_names=("outer", "inner"))
+    for group in (None, mesh, both["outer"], topology(1)):
+        for format in ("none", "int8"):
+            full, shard, total, parts = x.new_empty(8, 3, 70), x.new_empty(2, 3, 70), x.clone(), x.new_empty(4, 3, 70)
+            zcomm.all_gather_single(full, x, group, format=format)
+            zcomm.reduce_scatter_single(shard, x, group=group, format=format)
+            zcomm.all_reduce(total, group=group, format=format)
+            zcomm.all_to_all_single(parts, x, group, format=format)
+            of_functional = [
+                zcomm.functional.all_gather_single(x, group, format=format),
+                zcomm.functional.reduce_scatter_single(x, "sum", group, format=format),
+                zcomm.functional.all_reduce(x, "sum", group, format=format),
+                zcomm.functional.all_to_all_single(x, group, format=format),
+            ]
+            expected = _flat_results(x, None if isinstance(group, type(mesh)) else group, format)
+            for mine, also, flat in zip((full, shard, total, parts), of_functional, expected, strict=True):
+                assert mine.shape == also.shape
+                assert same_values(mine.view(-1), flat)
+                assert same_values(also.view(-1), flat)
+    number = torch.tensor(rank + 1.0)
+    zcomm.all_reduce(number)
+    assert number.item() == 3
+    with pytest.raises(TopologyError, match=r"one dimension: ndim=2.*from_mesh"):
+        zcomm.all_reduce(x, group=both)
+    with pytest.raises(LayoutError, match="rows=3, world_size=2"):
+        zcomm.all_to_all_single(x.new_empty(3, 2), x.new_empty(3, 2))
+    with pytest.raises(LayoutError, match=r"shape=\(3, 2\), world_size=2"):
+        zcomm.functional.reduce_scatter_single(x.new_empty(3, 2))
+    with pytest.raises(LayoutError, match="contiguous"):
+        zcomm.all_reduce(x.transpose(0, 1))
+
+
+def test_tensors_of_any_shape_and_meshes() -> None:
+    run_ranks(2, _check_shapes)
+
+
+def _check_destroyed(rank: int) -> None:
+    """What is kept of a group is not used after it was destroyed, or with other nodes."""
+    group, x = dist.new_group([0, 1]), torch.ones(3)
+    zcomm.all_reduce(x, group=group)
+    dist.destroy_process_group(group)
+    with pytest.raises(ValueError, match="not registered"):
+        zcomm.all_reduce(x, group=group)
+    with zcomm.traffic() as sent:
+        zcomm.all_reduce(x)
+    with patch.dict(os.environ, LOCAL_WORLD_SIZE="1"), zcomm.traffic() as sent_between:
+        zcomm.all_reduce(x)
+    assert sent.bytes(link="intra") == sent_between.bytes(link="inter") > 0
+    assert sent.bytes(link="inter") == sent_between.bytes(link="intra") == 0
+    assert x.tolist() == [8] * 3
+
+
+def test_what_is_known_of_a_group_ends_with_it() -> None:
+    run_ranks(2, _check_destroyed)

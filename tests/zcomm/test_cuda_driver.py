@@ -1,4 +1,4 @@
-"""A driver that is missing or too old is one named reason, on every rank before NCCL is asked for anything."""
+"""A driver that is missing or too old is one named error on every rank, before NCCL is used."""
 
 # covers zcomm/_kernels/on_cuda.py
 

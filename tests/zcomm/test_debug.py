@@ -76,7 +76,7 @@ def test_mismatches_are_named_on_every_rank() -> None:
 
 
 def _check_control(rank: int) -> None:
-    """One rank leaves out an exchange of values, and of texts; its next call is another."""
+    """One rank skips an exchange of values, and one of texts; its next call is another."""
     t = topology(2)
     calls: list[tuple[Callable[[], object], str]] = [
         (
@@ -109,7 +109,7 @@ def test_secondary_partitions_are_compared_inside_the_node() -> None:
 
 
 def _check_missing(rank: int) -> None:
-    """Ranks 0 and 1 call over all, rank 2 inside its node, rank 3 not at all until the others have given up."""
+    """Ranks 0 and 1 call over all ranks, rank 2 inside its node, rank 3 only after the others have timed out."""
     t = topology(2)
     partition = zcomm.SecondaryPartition(t, 10, torch.float32)
     partition.fill(torch.ones(10))
@@ -141,7 +141,7 @@ def test_ranks_that_make_no_call_are_named() -> None:
 
 
 def _check_threads(rank: int) -> None:
-    """A thread's calls over a group of its own meet their like, whatever the main thread does meanwhile."""
+    """A thread's calls over its own group match those of other ranks, independently of the main thread's calls."""
     t, other = topology(2), topology(4)
     is_first = threading.Event()
 

@@ -1,4 +1,4 @@
-"""Delta weights: their arithmetic against the oracle, and that errors do not add up."""
+"""Delta weights: arithmetic against the oracle; errors do not accumulate."""
 
 # covers zcomm/_stateful/delta_gather.py
 
@@ -27,7 +27,7 @@ WIRES = {"int8": Wire("int8", 256), "int4": Wire("int4", 128), "nf4": Wire("nf4"
 
 
 def _weights(rank: int, step: int, numel: int) -> Tensor:
-    """What ``rank`` holds at ``step``: weights that drift by a hundredth a step."""
+    """The weights of ``rank`` at ``step``: they drift by a hundredth in each step."""
     generator = torch.Generator().manual_seed(rank)
     weights = torch.randn(numel, generator=generator)
     for _ in range(step):
@@ -67,7 +67,7 @@ def _check_contract(rank: int, per_node: int, numbering: Any) -> None:
                 if work is not None:
                     work.wait()
             expected = [_gathered_by_oracle(owner, 2, numel, WIRES[name], dtype) for owner in owners]
-            if len(owners) == 1:  # nobody receives anything: exact
+            if len(owners) == 1:  # no rank receives anything: exact
                 expected = [shard.to(dtype)]
             assert same_values(gather.replica.contiguous(), torch.stack(expected)), (numel, name, over)
             assert torch.equal(gather.held, gather.replica[owners.index(rank)])
@@ -121,10 +121,7 @@ def _check_bytes(rank: int) -> None:
         DeltaGather(torch.zeros(size * n), t, format="nf4", over=over) for size, over in ((4, "world"), (2, "nodes"))
     )  # type: ignore[arg-type]
     exact, nf4 = (("none", "none"), ("nf4", "nf4"))
-    for wire, call, call_between in (
-        (exact, gather.refresh, between.refresh),
-        (nf4, gather.update, between.update),
-    ):
+    for wire, call, call_between in ((exact, gather.refresh, between.refresh), (nf4, gather.update, between.update)):
         with zcomm.traffic() as sent:
             call(torch.ones(n))
         expected = volume.all_gather_sent(n, torch.float32, 2, 2, wire)
@@ -165,7 +162,7 @@ def test_what_is_not_finite_stays_visible_until_a_refresh() -> None:
 
 
 def _check_chunks_and_order(rank: int) -> None:
-    """Chunks change nothing; calls that were not waited for come one after the other."""
+    """Chunks do not change results; calls that are not waited for run in order."""
     numel, found = 5 * 512 + 77, []
     for at_least, is_async in ((2**18, False), (2**18, True), (512, True)):
         usual, chunks.MIN_CHUNK_NUMEL = chunks.MIN_CHUNK_NUMEL, at_least

@@ -1,13 +1,16 @@
-"""Which kernels serve a call, on every instruction set of the binary, and what happens when there are none."""
+"""Which kernels serve a call, on every instruction set of the binary, and the behaviour when there are none."""
 
-# covers zcomm/_base/env.py zcomm/_formats/reference.py zcomm/_formats/formats.py
+# covers zcomm/_base/env.py zcomm/_formats/reference.py zcomm/_formats/formats.py zcomm/_kernels/codec_support.py
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,9 +25,9 @@ from tests.zcomm.oracle import Wire
 from zcomm import _native
 from zcomm._base import env
 from zcomm._formats import reference
-from zcomm._formats.formats import FORMATS, get_format
-from zcomm._formats.message import layout_of
-from zcomm._kernels import kernels
+from zcomm._formats.formats import CODECS, FORMATS, get_format
+from zcomm._formats.message import MessageLayout, layout_of
+from zcomm._kernels import kernels, on_cuda
 from zcomm.errors import BackendUnavailableError
 
 ROOT = Path(__file__).parents[2]
@@ -117,8 +120,52 @@ def test_missing_native_kernels() -> None:
     assert issubclass(BackendUnavailableError, RuntimeError)
 
 
+def _of_own_codec(chosen: str) -> MessageLayout:
+    """A layout of nf4 under another name and number, which no kernel has."""
+    return MessageLayout("test", replace(CODECS["nf4"], name="own", number=999), 64, 1, 300, kernels=chosen)
+
+
+def test_a_codec_that_no_kernel_has_runs_on_the_reference() -> None:
+    x = mixture(300, 1)
+    decoded = []
+    for layout in (_of_own_codec("auto"), layout_of("test", FORMATS["nf4"], torch.float32, 1, 300)):
+        message = layout.new(1, x.device)
+        kernels.quantize(x, layout, message, 0, 0)
+        decoded.append(torch.empty(300))
+        kernels.decode(message, layout, decoded[-1], 0, 0)
+    assert same_values(*decoded)
+    assert not kernels._uses_native(x, _of_own_codec("auto"), layout)
+    assert not kernels.fuses_residual(x, _of_own_codec("auto"))
+
+
+@pytest.mark.parametrize(
+    ("chosen", "device"), [("native", "cpu"), ("triton", "cpu"), ("triton", "cuda"), ("cuda", "cuda")]
+)
+def test_kernels_that_are_asked_for_but_lack_a_codec_are_an_error(chosen: str, device: str) -> None:
+    array: Any = SimpleNamespace(device=torch.device(device), dtype=torch.float32)
+    layout = _of_own_codec(chosen)
+    with pytest.raises(BackendUnavailableError, match=f"kernels='{chosen}', but these .* codec own"):
+        assert kernels._gpu_kernels(array, layout) or kernels._uses_native(array, layout)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "device"), [("auto", "cuda"), ("native", "cuda"), ("cuda", "cpu"), ("reference", "cpu")]
+)
+def test_kernels_that_are_not_asked_for_leave_a_codec_to_the_reference(chosen: str, device: str) -> None:
+    array: Any = SimpleNamespace(device=torch.device(device), dtype=torch.float32)
+    layout = _of_own_codec(chosen)
+    assert kernels._gpu_kernels(array, layout) is None
+    assert not kernels._uses_native(array, layout)
+
+
+def test_kernels_have_codecs_that_are_declared() -> None:
+    declared = {codec.name: codec.number for codec in CODECS.values() if codec.name != "f64"}
+    assert _native.CODECS.items() <= declared.items()
+    assert kernels.on_triton.KINDS.keys() | on_cuda.CODECS <= declared.keys()
+
+
 def test_reference_does_not_read_what_it_does_not_write() -> None:
-    """Messages are made in uninitialised memory: padding is written, too."""
+    """Messages are written into uninitialized memory: padding must be written, too."""
     x = mixture(3 * 77, 1)
     layout = layout_of("test", FORMATS["int4"], torch.float32, 3, 77)
     for module in (reference, kernels):
@@ -160,5 +207,5 @@ def test_native_equals_reference_on_any_shape(
 
 
 def _typed(messages: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """Plain arrays as what they are, since the bits of a NaN are the hardware's."""
+    """View plain arrays in their dtype, since the bits of a NaN depend on the hardware."""
     return messages if dtype is None else messages.view(-1).view(dtype)

@@ -1,4 +1,4 @@
-"""A rank that dies or stops in a collective: the others get an error within the process group's timeout, no hang."""
+"""A rank dies or stops in a collective: the others raise within the process group's timeout, and none hangs."""
 
 # covers zcomm/control.py
 
@@ -30,7 +30,7 @@ from zcomm._transport.topology import hop_of_group
 from zcomm.control import gather_to_first, scatter_from_first
 
 TIMEOUT_S = 3
-SLACK_S = 70  # of a slow machine; a hang is for ever
+SLACK_S = 70  # for slow machines; a deadlock lasts longer
 NUMEL = 300_000
 
 
@@ -99,7 +99,7 @@ def _live(rank: int, store: str, call: Callable[..., None], over: str, pipe: Con
 
 
 class _Job:
-    """Ranks, of which the last will be sent a signal while the others are in a collective."""
+    """Ranks; the last one gets a signal while the others are in a collective."""
 
     def __init__(self, store: Path, call: Callable[..., None], number: signal.Signals, over: str) -> None:
         context = forkserver()
@@ -125,7 +125,7 @@ class _Job:
 
 @pytest.mark.timeout(4 * SLACK_S)
 def test_the_others_get_an_error(tmp_path: Path) -> None:
-    """All cases at once: they spend their time waiting."""
+    """All cases run concurrently, as they spend their time waiting."""
     jobs = [_Job(tmp_path / str(i), *case) for i, case in enumerate(CASES)]
     try:
         for job in jobs:
@@ -179,17 +179,17 @@ def _survive(rank: int, store: str, pipe: Connection) -> None:
             time.sleep(0.01)
         os._exit(0)
     Path(f"{store}.both").touch()
-    told: dict[str, tuple[str, bool]] = {}
+    errors: dict[str, tuple[str, bool]] = {}
     for name, (call, _) in WAYS.items():
         try:
             call()
         except Exception as error:
-            told[name] = f"{type(error).__name__}: {error}", isinstance(error.__cause__, RuntimeError)
+            errors[name] = f"{type(error).__name__}: {error}", isinstance(error.__cause__, RuntimeError)
     try:
         backend.sum_(torch.ones(2), dist.group.WORLD).wait()
     except RuntimeError as error:  # torch's futures keep the text of a callback's error, not its type
-        told["a plain sum"] = str(error).partition("callback: ")[2], True
-    pipe.send(told)
+        errors["a plain sum"] = str(error).partition("callback: ")[2], True
+    pipe.send(errors)
     os._exit(0)
 
 
@@ -201,14 +201,14 @@ def test_the_error_names_the_exchange_and_the_remedy(tmp_path: Path) -> None:
         for process in processes:
             process.start()
         assert here.poll(SLACK_S), "no answer in time"
-        told = here.recv()
+        errors = here.recv()
     finally:
         for process in processes:
             process.kill()
             process.join()
     wanted = {name: exchange for name, (_, exchange) in WAYS.items()} | {"a plain sum": "all_reduce"}
-    assert told.keys() == wanted.keys()
-    for name, (text, has_cause) in told.items():
+    assert errors.keys() == wanted.keys()
+    for name, (text, has_cause) in errors.items():
         assert has_cause, name
         failed = f"CommunicationError: {wanted[name]} failed on rank 0 of ranks 0, 1: "
         assert re.match(failed + r".+\. A rank has ended .*ZCOMM_DEBUG=1", text), (name, text)

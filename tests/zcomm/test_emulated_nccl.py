@@ -1,5 +1,5 @@
-"""The collectives over the emulated NCCL, in several processes: every format with every option has the bits of torch's
-backend, what is not served is refused by name, and what goes wrong is a named error on every rank.
+"""Collectives over the emulated NCCL, in several processes: every format with every option has the bits of torch's
+backend, unsupported calls raise a named error, and a failure is a named error on every rank.
 """
 
 # covers zcomm/errors.py
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import zcomm
-from tests.conftest import SAID
+from tests.conftest import SUMMARY_LINE
 from tests.ranks import ranks_over, run_ranks, topology
 from tests.zcomm.calls import WORLD_SIZE, assert_same_bits, collectives, kept, with_residual
 from tests.zcomm.test_checked import checking
@@ -27,17 +27,17 @@ from zcomm._transport import chunks, nccl_communicators, nccl_library
 from zcomm.errors import BackendUnavailableError, CommunicationError, DivergedError, FormatError, MessageError
 
 BLOCKS = (None, 32, 96, 2048)
-"""Of float32 tensors; others have the default alone."""
+"""The options for float32 tensors; others are tested with the defaults."""
 OPTIONS = tuple(itertools.product((True, False), ("nearest", "stochastic"), (None, "hadamard")))
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 PAIRS = (("int8", "int4"), ("none", "int8"), ("int4:asym", "nf4"), ("bf16", "int4:stochastic"), ("fp8_e4m3", "none"))
 REFUSED: list[str] = []
-"""Combinations that torch's backend serves and this one does not; at most 5."""
+"""Combinations that torch's backend supports and this one does not; at most 5."""
 NUMEL = 3000
 
 
 def _formats(dtype: torch.dtype) -> list[zcomm.Format]:
-    """Each with each block and all options that it takes."""
+    """Every format with every block and option that it supports."""
     found, blocks = {}, BLOCKS if dtype == torch.float32 else BLOCKS[:1]
     for name, block, (symmetric, rounding, rotation) in itertools.product(FORMATS, blocks, OPTIONS):
         try:
@@ -50,7 +50,7 @@ def _formats(dtype: torch.dtype) -> list[zcomm.Format]:
 
 @contextmanager
 def small_chunks() -> Iterator[None]:
-    """Several a call, whoever cuts them."""
+    """Make chunks so small that a call has several, wherever they are cut."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(chunks, "MIN_CHUNK_NUMEL", 1024)
         patch.setattr(nccl_steps, "MIN_CHUNK_NUMEL", 1024)
@@ -58,7 +58,7 @@ def small_chunks() -> Iterator[None]:
 
 
 def _refused(rank: int, group: Any, wire: Any, dtype: torch.dtype) -> str:
-    """Compare the two backends; what backend="nccl" refuses to do, if it does."""
+    """Compare the two backends; return the refusal of backend="nccl", if any."""
     expected = collectives(rank, "torch", group, wire, dtype, NUMEL)
     try:
         got = collectives(rank, "nccl", group, wire, dtype, NUMEL)
@@ -82,12 +82,12 @@ def test_every_format_and_option_has_the_bits_of_torch(dtype: torch.dtype, recor
         run_ranks(WORLD_SIZE, _check_formats, dtype, REFUSED)
     assert len(REFUSED) <= 5
     record_property(
-        SAID, f"emulated NCCL, {dtype}: {len(_formats(dtype))} formats, refused: {', '.join(REFUSED) or 'none'}"
+        SUMMARY_LINE, f"emulated NCCL, {dtype}: {len(_formats(dtype))} formats, refused: {', '.join(REFUSED) or 'none'}"
     )
 
 
 def _check_beside_formats(rank: int, *, is_checked: bool) -> None:
-    """Residuals, and what keeps shards of its own; ``is_checked``: with message checksums."""
+    """Residuals, and classes that keep shards; ``is_checked``: with message checksums."""
     results: dict[str, list[Tensor]] = {}
     with checking() if is_checked else nullcontext(), small_chunks():
         for name in ("torch", "nccl"):
@@ -117,7 +117,7 @@ def _gather(full: Tensor, shard: Tensor, group: Any, wire: str, *, async_op: boo
 
 
 def _check_other_format(rank: int) -> None:
-    """Rank 3's messages have the size of the others', and another format: whoever gets them raises, nobody hangs."""
+    """Rank 3's messages have the same size in another format: its receivers raise, and no rank hangs."""
     t, wire = zcomm.Topology(ranks_per_node=2), "fp8_e4m3/256" if rank == 3 else "int8/256"
     shard, full = torch.ones(NUMEL), torch.empty(4 * NUMEL)
     for group in (t, None):
@@ -130,7 +130,7 @@ def _check_other_format(rank: int) -> None:
 
 
 def _check_other_size(rank: int) -> None:
-    """Both lengths are named, and the communicator serves no more; a topology's is found out by its watch."""
+    """The error names both lengths, and the communicator fails afterwards; a topology's watch detects it."""
     numel = 500 if rank == 0 else 600
     own, other = ("2000", "2400") if rank == 0 else ("2400", "2000")
     group: Any = dist.new_group([0, 1])

@@ -1,4 +1,4 @@
-"""Texts to and from the first rank: each rank gets its own, and only those bytes travel; damage is found."""
+"""Texts to and from the first rank: each rank gets its own, only those bytes are sent, and damage is detected."""
 
 # covers zcomm/control.py
 

@@ -1,4 +1,4 @@
-"""The flight recorder: the last exchanges of a rank, and a rank that leaves one out."""
+"""The flight record: the last exchanges of a rank, also when a rank skips one."""
 
 # covers zcomm/_transport/collective_log.py zcomm/_transport/flight_record.py
 

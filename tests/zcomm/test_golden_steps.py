@@ -1,4 +1,4 @@
-"""Golden sums, deltas and residuals: what comes of messages is as much a specification as their bytes."""
+"""Golden sums, deltas and residuals: results of messages are as much a specification as their bytes."""
 
 # covers zcomm/_collectives/encoder.py zcomm/_formats/reference.py zcomm/_kernels/kernels.py
 

@@ -1,6 +1,6 @@
-"""What topologies make of process groups goes with them: threads, and names that are never used twice."""
+"""Closing a topology frees its process groups and threads; group names are never reused."""
 
-# covers zcomm/_transport/groups.py
+# covers zcomm/_transport/groups.py zcomm/_transport/tagged_group.py
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ import zcomm
 from tests.ranks import device_mesh, run_ranks
 from zcomm import StateError, Topology
 from zcomm._transport import groups
+from zcomm._transport import topology as topology_module
 
 
 def _num_threads() -> int:
-    """As the kernel counts them; one that has ended may be counted for a moment longer."""
+    """The kernel's count of threads; one that has ended may be counted for a moment longer."""
     counts = []
     for _ in range(20):
         counts.append(sum(1 for _ in Path("/proc/self/task").iterdir()))
@@ -41,7 +42,7 @@ def _check_threads_go(rank: int) -> None:
             assert total.tolist() == [float(sum(rank + turn for rank in ranks))] * 5
             assert _num_threads() > before
             topology.close()
-            kept.append(topology)  # closing is enough: nobody has to let go of it
+            kept.append(topology)  # closing is enough: references may remain
             assert _num_threads() == before
     for topology in kept:
         with pytest.raises(StateError, match="closed"):
@@ -57,7 +58,8 @@ def _check_nobody_is_early(rank: int) -> None:
     part = device_mesh((2, 2), ("dp", "tp")).get_group("dp")
     new_group = groups.new_group
     last = dist.get_world_size() - 1
-    for number, (group, per_node, num_groups) in enumerate([(None, 2, 5), (part, 1, 1)]):
+    cases = [(None, 2, 1, True), (part, 1, 1, True), (None, 2, 5, False), (part, 1, 1, False)]
+    for number, (group, per_node, num_groups, shares) in enumerate(cases):
         made = []
 
         def slowly(*args: Any, made: list[str] = made, number: int = number, **keywords: Any) -> Any:
@@ -73,13 +75,51 @@ def _check_nobody_is_early(rank: int) -> None:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(groups, "new_group", slowly)
+            patch.setattr(topology_module, "SHARES_GROUPS", shares)
             topology = Topology(ranks_per_node=per_node, group=group)
-            check(num_groups)
+            # Another test may have left a topology open, whose shared group this one uses.
+            assert len(made) <= num_groups if shares else len(made) == num_groups
+            check(len(made))
             topology.background  # noqa: B018
-            check(num_groups + 1)
+            check(len(made))
         topology.close()
 
 
 def test_groups_may_be_closed_as_soon_as_they_are_made() -> None:
-    """A rank that was already gone when another still connected to it made that one fail."""
+    """A rank that closed its group while another still connected to it made the other one fail."""
     run_ranks(4, _check_nobody_is_early)
+
+
+def _check_sharing(rank: int) -> None:
+    before = len(dist.distributed_c10d._world.pg_map)
+    first, second = Topology(ranks_per_node=2), Topology(ranks_per_node=2)
+    first.companion, second.companion.companion  # noqa: B018  (made at the first use)
+    assert len(dist.distributed_c10d._world.pg_map) <= before + 2
+    # In another order on each rank, with equal sizes: only the tags keep them apart.
+    topologies = [first, second, first.companion, second.companion, second.companion.companion]
+    works, outputs = [], {}
+    for index in sorted(range(len(topologies)), key=lambda index: (index * 3 + rank * 2) % len(topologies)):
+        outputs[index] = torch.empty(4 * 3000)
+        mine = torch.full((3000,), 10.0 * index + rank)
+        works.append(zcomm.all_gather_single(outputs[index], mine, topologies[index], async_op=True))
+    for work in works:
+        assert work is not None
+        work.wait()
+    for index, output in outputs.items():
+        assert output.view(4, -1).eq(torch.tensor([[10.0 * index + peer] for peer in range(4)])).all(), index
+    # Ranks 0 and 1 have closed their last topology, ranks 2 and 3 have not: all make a new group.
+    if rank < 2:
+        second.close()
+        first.close()
+    third = Topology(ranks_per_node=2)
+    second.close()
+    first.close()
+    full = torch.empty(4)
+    zcomm.all_gather_single(full, torch.full((1,), float(rank)), third)
+    assert full.tolist() == [0, 1, 2, 3]
+    third.close()
+    assert len(dist.distributed_c10d._world.pg_map) == before
+
+
+def test_topologies_of_the_same_ranks_share_groups_and_nothing_else() -> None:
+    run_ranks(4, _check_sharing)

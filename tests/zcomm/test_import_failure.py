@@ -19,7 +19,7 @@ from tests.ranks import run_ranks
 from zcomm import BackendUnavailableError, ConfigError, Topology, _native
 from zcomm._kernels import kernels
 from zcomm._kernels.native_calls import import_failure
-from zcomm._transport import fingerprint
+from zcomm._transport import environment_check
 
 ROOT = Path(__file__).parents[2]
 ERROR = ImportError("cannot import name '_native'")
@@ -92,7 +92,7 @@ EXPECTED = {
     (1,): "usable kernels is as set on rank 0 and the native module does not fit: a test; or set .* on rank 1$",
     (0, 1): "^the native module does not fit: a test; or set ZCOMM_KERNELS=reference, which is slow$",
 }
-"""Ranks that have it -> what every rank says."""
+"""Number of ranks with a broken module -> the error on every rank."""
 
 
 def _check_refused(rank: int) -> None:
@@ -101,7 +101,7 @@ def _check_refused(rank: int) -> None:
             if rank in wrong_on:
                 patch.setattr(kernels.calls, "UNBUILT_REASON", "the native module does not fit: a test")
                 patch.setattr(kernels.calls, "IS_INCOMPATIBLE", True)
-            fingerprint._COMPARED.clear()
+            environment_check._COMPARED.clear()
             with pytest.raises((ConfigError, BackendUnavailableError)) as raised:
                 Topology(ranks_per_node=2)
             assert re.search(EXPECTED[wrong_on], str(raised.value)), raised.value

@@ -1,4 +1,4 @@
-"""Ranks that install different recipes, or cannot install: the same named error on all, and nothing is installed."""
+"""Ranks install different recipes, or cannot install: the same named error on all, and nothing is installed."""
 
 # covers zcomm/install/agreement.py zcomm/install/choices.py
 
@@ -64,7 +64,7 @@ def test_settings_that_differ_are_named_on_every_rank() -> None:
 
 
 def _check_replicas(rank: int) -> None:
-    """Rank 2 shares no group with rank 1, and hears of it from the others."""
+    """Rank 2 shares no group with rank 1, and gets the error through the others."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = mlp()
     fully_shard(model, mesh=mesh["shard"])
@@ -79,7 +79,7 @@ def test_what_differs_between_shards_reaches_every_replica() -> None:
 
 
 class _Foreign:
-    """A communication of somebody else's."""
+    """A communication hook of another library."""
 
 
 def _sharded() -> nn.Module:
@@ -112,7 +112,7 @@ def _refused(rank: int, function: Any, model: nn.Module, kind: type[Exception], 
 
 
 def _check_refused_by_one(rank: int) -> None:
-    """Rank 1 is refused for its model; where that says no group, it asks the topology's ranks, or all."""
+    """Rank 1's model is refused; if the model names no group, the topology's ranks agree, or all ranks."""
     texts, is_one = [], rank == 1
     ddp, sharded = DistributedDataParallel(mlp()), _sharded()
     with_hook, with_gather = _with_foreign_hook(), _with_foreign_gather()  # on every rank: DDP compares parameters
@@ -145,7 +145,7 @@ def test_what_one_rank_refuses_all_raise_with_its_number() -> None:
 
 
 def _check_alone(rank: int) -> None:
-    """Of a rank whose model does not say whom to ask, and whom nobody joins: its own error, after a while."""
+    """A rank whose model names no group, and which no other rank joins, raises its own error after a timeout."""
     ddp = DistributedDataParallel(mlp())
     if rank == 1:
         agreement.WAIT_FOR_UNKNOWN = timedelta(seconds=0.1)
@@ -153,7 +153,7 @@ def _check_alone(rank: int) -> None:
             zcomm.install_ddp(mlp())
         agreement.WAIT_FOR_UNKNOWN = timedelta(seconds=10)
     torch.distributed.barrier()
-    if rank != 1:  # later: told at once by the store what rank 1 has said
+    if rank != 1:  # later: rank 1's text is in the store already
         with pytest.raises(zcomm.CommunicationError, match=r"rank 1: .*model must be a DistributedDataParallel"):
             zcomm.install_ddp(ddp)
     torch.distributed.barrier()

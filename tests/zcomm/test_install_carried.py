@@ -1,6 +1,6 @@
-"""What the drop-ins carry from step to step: residuals through DDP's new buckets; checkpoints; random numbers."""
+"""State of the drop-ins across steps: residuals through DDP's new buckets, checkpoints, random numbers."""
 
-# covers zcomm/install/carried.py zcomm/install/piece_exchange.py zcomm/install/report.py
+# covers zcomm/install/carried_state.py zcomm/install/piece_exchange.py zcomm/install/report.py
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from zcomm.install.piece_exchange import PieceExchange
 from zcomm.install.report import Installation
 
 SIZES = {"a": 3001, "small": 10, "b": 2500, "c": 4099, "d": 2999}
-"""Of four parameters with a residual and one too small for it."""
+"""The number of parameters: four with a residual and one too small for it."""
 LOSSY = Recipe(gradients=("none", "int4"), reduced="none", residual=True)
 
 
@@ -35,7 +35,7 @@ def _given(rank: int, name: str, step: int = 0) -> Tensor:
 
 
 def _by_parameter(residuals: Iterable[tuple[Residual, Tensor]]) -> dict[str, Tensor]:
-    """Each parameter's part of these residuals, given with their values: the sum over all ranks, by element."""
+    """Each parameter's part of these residuals, summed over all ranks, by element."""
     total = {}
     for residual, values in residuals:
         layout = residual.layout
@@ -78,7 +78,7 @@ def _lost(names: list[str], ranks: int, per_node: int) -> dict[str, np.ndarray]:
 
 
 class _Watched:
-    """A DDP model with residuals, and what each of its exchanges finds in them."""
+    """A DDP model with residuals that records the residuals at the start of each exchange."""
 
     def __init__(self, rank: int, per_node: int, options: dict[str, Any]) -> None:
         self._inputs = {name: _given(rank, name) for name in SIZES}
@@ -101,7 +101,7 @@ class _Watched:
         self._ddp(self._inputs).backward()
 
     def check_found(self, before: dict[str, Tensor]) -> None:
-        """The last exchange found ``before``, but for the encoding in int8, on up to 4 ranks."""
+        """Check that the last exchange started from ``before``, up to the int8 encoding, on up to 4 ranks."""
         carried, largest = _by_parameter(self.found), max(float(values.abs().max()) for values in before.values())
         assert set(carried) == set("abcd")
         for name, values in carried.items():
@@ -136,7 +136,7 @@ def test_residuals_survive_new_buckets_by_parameter(per_node: int) -> None:
 
 
 def _check_unused(rank: int, options: dict[str, Any]) -> None:
-    """Gradients of parameters that only some ranks use, added up over steps, against their exact mean."""
+    """Gradients of parameters that only some ranks use, summed over steps, against their exact mean."""
     model = Given(SIZES)
     ddp = DistributedDataParallel(model, bucket_cap_mb=1e-6, **options)
     zcomm.install_ddp(ddp, LOSSY, topology=topology(2))
@@ -252,7 +252,7 @@ STOCHASTIC = Recipe(gradients=("int4:stochastic", "int4:stochastic"), reduced="n
 
 
 def _check_every_exchange_draws_anew(rank: int) -> None:
-    """Equal gradients: the mean over steps comes to the exact one, which a rounding to nearest never does."""
+    """With equal gradients the mean over steps converges to the exact one; rounding to nearest never would."""
     sizes, num_steps, errors = {"a": 5000, "b": 3001}, 32, []
     inputs = {name: float(_given(rank, "a")[0]) * torch.linspace(0, 1, numel) for name, numel in sizes.items()}
     ramps = torch.cat([torch.linspace(0, 1, numel) for numel in sizes.values()]).double()

@@ -72,7 +72,7 @@ AS_IS = Recipe(gradients=("none", "none"), reduced="none")
 
 
 def _trained_gpt(rank: int, recipe: str | Recipe, inside: str = "", outside: str = "") -> list[torch.Tensor]:
-    """Compiled by a backend: what DDP wraps, or DDP itself (dynamo cuts the graph at its buckets), or neither."""
+    """Train with a compiled model: inside DDP, or DDP itself (dynamo splits the graph at its buckets), or neither."""
     model: Any = _Gpt()
     if inside:
         model = torch.compile(model, backend=inside)

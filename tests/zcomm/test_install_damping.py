@@ -1,4 +1,4 @@
-"""Recipes that damp and reset residuals: the effect on what DDP and FSDP2 exchange."""
+"""Recipes that damp and reset residuals: the effect on the gradients that DDP and FSDP2 exchange."""
 
 # covers zcomm/__init__.py
 
@@ -22,7 +22,7 @@ SIZES = {"a": 5000, "b": 3001}
 
 
 def _exchanged(rank: int, engine: str, **damping: Any) -> tuple[zcomm.Installation, list[Tensor]]:
-    """What the same gradients become, exchanged 8 times."""
+    """The results of exchanging the same gradients 8 times."""
     recipe = Recipe(weights="none", gradients=("none", "int4"), reduced="none", residual=True, **damping)
     model: nn.Module = Given(SIZES)
     if engine == "ddp":

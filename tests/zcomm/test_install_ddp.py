@@ -1,4 +1,4 @@
-"""install_ddp on live ranks: what is exchanged, how DDP's features go with it, and that it can be taken back."""
+"""install_ddp on live ranks: what is exchanged, how it works with DDP's features, and its removal."""
 
 # covers zcomm/_kernels/profiling.py zcomm/install/ddp.py zcomm/install/ddp_hook.py zcomm/install/pieces.py
 
@@ -47,7 +47,7 @@ def _given(rank: int, name: str, numel: int) -> Tensor:
 
 
 def _expected_mean(inputs: list[np.ndarray], per_node: int, wires: tuple[str, str, str]) -> np.ndarray:
-    """The mean by the contract, shard by shard; the shards are numbered local, the last ones padded with zeros."""
+    """The mean by the contract, shard by shard, in local shard numbering, the last shards padded with zeros."""
     world_size = len(inputs)
     n, nodes = -(-len(inputs[0]) // world_size), world_size // per_node
     rows = [np.pad(x, (0, n * world_size - len(x))).reshape(world_size, n) for x in inputs]
@@ -280,7 +280,7 @@ def _check_backward_goes_on(rank: int) -> None:
         yield None
 
     model[0].weight.register_hook(lambda _: reached_the_first_layer.set())
-    t.queue.submit(hold())  # no exchange begins before backward is through
+    t.queue.submit(hold())  # no exchange starts before backward has ended
     ddp(batch(rank, 0)).square().mean().backward()
     assert went_on == [True]
     t.close()

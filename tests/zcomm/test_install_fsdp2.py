@@ -1,4 +1,4 @@
-"""install_fsdp2 on live ranks: what is exchanged, and how FSDP2's features go with it."""
+"""install_fsdp2 on live ranks: what is exchanged, and how it works with FSDP2's features."""
 
 # covers zcomm/install/fsdp2.py zcomm/install/fsdp2_comms.py zcomm/install/fsdp2_units.py
 
@@ -65,7 +65,7 @@ def _check_exact(rank: int) -> None:
 
 
 def _reduced_sum(of_ranks: list[list[list[np.ndarray]]], wires: tuple[str, str]) -> list[np.ndarray]:
-    """Each rank's sum, from every rank's [member][shard], by the contract: 2 nodes x 2 ranks."""
+    """Each rank's sum of every rank's [member][shard], by the contract: 2 nodes x 2 ranks."""
     sums = []
     for owner in range(4):
         rows = [np.concatenate([shards[owner] for shards in members]) for members in of_ranks]
@@ -275,7 +275,7 @@ def test_a_step_in_which_some_parameters_have_no_gradient() -> None:
 
 
 def _check_missing_gradients_of_one_format(rank: int) -> None:
-    """It does not matter whose the gradients are: what is there travels as all would."""
+    """Gradients may be missing anywhere: those that exist are sent as all would be."""
     model = Given({"a": 3000, "b": 3000})
     fully_shard(model)
     installed = zcomm.install_fsdp2(model, TWO_HOPS, topology=topology(2))

@@ -1,4 +1,4 @@
-"""install_fsdp2 with replicas: shards over one dimension of the mesh, an all-reduce of ours over the other."""
+"""install_fsdp2 with replicas (HSDP): shards over one dimension of the mesh, our all-reduce over the other."""
 
 # covers zcomm/__init__.py
 

@@ -1,4 +1,4 @@
-"""install_fsdp2 taken back, in shadow, refused, and on one rank."""
+"""install_fsdp2: removal, shadow mode, refusals, and a single rank."""
 
 # covers zcomm/__init__.py
 
@@ -113,7 +113,7 @@ def test_what_cannot_be_served_is_refused_by_name() -> None:
 def _check_one_rank(rank: int) -> None:
     model = sharded(mlp())
     zcomm.install_fsdp2(model, "zeropp", topology=topology(1))
-    loss_of(model, rank, 0).backward()  # FSDP2 communicates with nobody
+    loss_of(model, rank, 0).backward()  # FSDP2 does not communicate
     assert error_of(full_grad(model), mean_grad(mlp(), 0, 1)) < 1e-6
 
 

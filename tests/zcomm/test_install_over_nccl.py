@@ -24,7 +24,7 @@ RECIPE = zcomm.Recipe(weights="int8", gradients=("int8", "int4:asym"), reduced="
 
 
 def _ddp_gradients(rank: int, **options: Any) -> list[Tensor]:
-    """Of two steps; the installation is taken back."""
+    """The gradients of two steps; the installation is removed afterwards."""
     ddp = DistributedDataParallel(mlp(), bucket_cap_mb=0.01)
     installed = zcomm.install_ddp(ddp, RECIPE, **options)
     made = []

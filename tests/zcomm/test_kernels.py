@@ -1,6 +1,7 @@
 """The PyTorch reference against the NumPy oracle, and the native kernels against the reference; golden vectors."""
 
 # covers zcomm/_formats/formats.py zcomm/_formats/message.py zcomm/_formats/philox.py
+# covers zcomm/_formats/codec_nf4.py zcomm/_formats/codec_fp8_e4m3.py
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ from zcomm.errors import MessageError
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 CODEC_NAMES = ["f32", "bf16", "fp16", "int8", "int4"]
 NUM_DRAWS = int(os.environ.get("ZCOMM_TEST_DRAWS", "200"))
-"""Cases that hypothesis draws; by hand 10,000."""
+"""The number of hypothesis cases; set it to 10,000 for a thorough run."""
 SIZES = [0, 1, 2, 7, 15, 16, 17, 63, 64, 65, 127, 128, 129, 255, 256, 257, 1000, 4097]
 
 
@@ -45,7 +46,6 @@ def _quantized(module: ModuleType, x: torch.Tensor, layout: MessageLayout, num_m
 
 @st.composite
 def wires(draw: st.DrawFn) -> Wire:
-    """Every block format with every option it takes."""
     name = draw(st.sampled_from(["int8", "int4", "nf4", "fp8_e4m3"]))
     is_int = name in ("int8", "int4")
     hadamard = draw(st.booleans())
@@ -72,7 +72,7 @@ def _format_of(wire: Wire) -> Format:
 
 
 def _check_oracle(module: ModuleType, wire: Wire, segments: list[np.ndarray]) -> None:
-    """Messages and decoded values have the bits of the oracle's."""
+    """Messages and decoded values must have the oracle's bits."""
     layout = layout_of("test", _format_of(wire), torch.float32, len(segments), len(segments[0]))
     x = torch.from_numpy(np.concatenate(segments))
     message = layout.new(1, x.device).fill_(0xAB)
@@ -175,14 +175,14 @@ def test_native_equals_reference_on_every_wire(
     ids=str,
 )
 def test_native_equals_reference_on_ten_thousand_blocks(wire: Wire) -> None:
-    """Large ones: 2 messages of 2 segments of 2,500 blocks, and a short one; test_many_blocks.py has all formats."""
+    """A large case: 2 messages of 2 segments of 2,500 blocks, and a short one; test_many_blocks.py has all formats."""
     _check_native(wire, wire, (torch.float32, torch.bfloat16), (2, 2, 2500 * wire.block + 7), 11)
 
 
 def _check_native(
     wire: Wire, out_wire: Wire, dtypes: tuple[torch.dtype, torch.dtype], sizes: tuple[int, int, int], seed: int
 ) -> None:
-    """All operations have the same bits."""
+    """All operations must have the reference's bits."""
     assert kernels.native_unavailable_reason() == ""
     num_messages, num_segments, numel = sizes
     layout = layout_of("test", _format_of(wire), torch.float32, num_segments, numel)

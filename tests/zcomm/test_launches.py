@@ -1,7 +1,7 @@
-"""What each collective launches on a GPU when Python drives it: counted here, for each launch costs the host time.
+"""Counts the launches of each collective on a GPU when Python drives it: each costs host time.
 
 Kernels that stand for the GPU's are counted, and every operation of torch's but views and allocations. And that what an
-exchange brings has no trailers before, so that what comes too short is refused, whoever clears them.
+exchange receives has no trailers before, so that a short message is refused, whichever kernel clears them.
 """
 
 # covers triton_kernels/tiles.py
@@ -28,7 +28,7 @@ Counts = dict[str, int]
 
 
 class _Gpu(TorchDispatchMode):
-    """Counts launches: of the kernels, as the module that serves a GPU, and of torch."""
+    """Counts launches: of this library's kernels, in place of a GPU's module, and of torch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ def test_launches_of_each_collective() -> None:
 
 
 class _Trailers:
-    """Counts messages yet to come that still have a trailer, before each exchange. Memory is not zero by chance."""
+    """Counts, before each exchange, messages to be received that still have a trailer. Memory is not zero by chance."""
 
     def __init__(self) -> None:
         self.found: list[int] = []

@@ -1,4 +1,4 @@
-"""Ranks that send messages of other lengths over a group without a Topology: both wait, then an error, never values."""
+"""Ranks send messages of different lengths over a group without a Topology: an error, never wrong values."""
 
 # covers zcomm/__init__.py
 
@@ -37,7 +37,7 @@ CASES: list[tuple[Callable[[int, str], None], tuple[int, str], tuple[int, str]]]
     (_reduce, (1200, "nf4"), (1000, "nf4")),
     (_exchange, (1000, "int4/64"), (1000, "int4/128")),
 ]
-"""A call, and the arguments of the rank that sends more and of the one that sends less."""
+"""A call, with the arguments of the rank that sends more and of the one that sends less."""
 
 
 def _live(rank: int, store: str, case: int, pipe: Connection) -> None:

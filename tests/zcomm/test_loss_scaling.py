@@ -1,4 +1,4 @@
-"""Residuals under a loss scale: the bits of gradients are those of a run without one, a power of 2 apart."""
+"""Residuals with a loss scale: gradients have the bits of a run without one, times a power of 2."""
 
 # covers zcomm/_residuals/grad_scaler.py
 
@@ -19,7 +19,7 @@ from tests.ranks import run_ranks, topology
 from tests.zcomm.fsdp2 import full_grad, value_of
 from tests.zcomm.models import Given, flat_grad
 from zcomm import ConfigError, Recipe, Residual
-from zcomm._residuals.grad_scaler import LossScaling
+from zcomm._residuals.grad_scaler import UserLossScale
 
 SIZES = {"a": 5000, "b": 3001}
 RECIPE = Recipe(weights="none", gradients=("none", "int4"), reduced="none", residual=True)
@@ -27,7 +27,7 @@ SCALES = (2.0**16, 2.0**16, 2.0**15, 2.0**11, 2.0**12, 2.0**-3, 1.0, 2.0**20)
 
 
 class _ByHand:
-    """What a script of somebody has that scales its own loss."""
+    """A loss scaler of a user's script."""
 
     def __init__(self) -> None:
         self.scale = 1.0
@@ -91,7 +91,7 @@ def test_a_scale_that_changes_is_not_seen_in_gradients(engine: str) -> None:
 
 
 def _check_grad_scaler(rank: int, is_given: bool) -> None:  # noqa: FBT001
-    """GradScaler, with overflows in a row and growth: steps that are taken are those of a run without it."""
+    """GradScaler with consecutive overflows and growth: steps that are not skipped equal those of a run without it."""
     skipped = (3, 4, 5, 6, 10)
     model, wrapped, installed, grad = _installed("ddp", scaler="auto")
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=2)
@@ -147,7 +147,7 @@ def test_several_scalers_and_what_is_none_are_refused() -> None:
 def test_which_scalers_are_found() -> None:
     gc.collect()
     forgotten: list[int] = []
-    scaling = LossScaling("auto", lambda: forgotten.append(1))
+    scaling = UserLossScale("auto", lambda: forgotten.append(1))
     assert scaling.current_scale() == 1
     unused, off = torch.amp.GradScaler("cpu"), torch.amp.GradScaler("cpu", enabled=False)
     assert [scaling.current_scale() for _ in range(3)] == [1, 1, 1]  # the 2nd and 4th exchange look
@@ -158,7 +158,7 @@ def test_which_scalers_are_found() -> None:
     late.update(16.0)
     assert scaling.current_scale() == 16
     assert not unused.is_enabled() or off.get_scale() == 1
-    first = LossScaling("auto", lambda: forgotten.append(2))
+    first = UserLossScale("auto", lambda: forgotten.append(2))
     assert first.current_scale() == 16
     assert forgotten == [1]
 

@@ -36,7 +36,7 @@ ONE = Topology.single()
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
-    """For the reference's many small operations, which threads of a busy machine make slower."""
+    """Use one thread: the reference's many small operations are slower with more on a busy machine."""
     usual = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -61,7 +61,7 @@ def _same(got: Tensor, expected: Tensor, layout: MessageLayout) -> bool:
 
 
 def _encoded(values: Tensor, layout: MessageLayout, draw: Draw | None = None) -> Tensor:
-    """One message of ``values``, by the reference."""
+    """Encode ``values`` with the reference."""
     out = layout.new(1, values.device)
     reference.quantize(values, layout, out, 0, layout.segment_numel, draw)
     return out

@@ -1,4 +1,4 @@
-"""The flag that kernels on a GPU clear: when it is copied and read, here with events that pass when the test says."""
+"""The flag that GPU kernels clear: when it is copied and read, with fake events that the test completes."""
 
 # covers zcomm/_kernels/message_flags.py
 
@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 
 class Gpu:
-    """What the flags ask of CUDA."""
+    """A fake of the CUDA calls that the flags make."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.has_passed, self.captures, self.now_s = True, False, 100.0
@@ -43,7 +43,7 @@ class Gpu:
         return self.has_passed
 
     def take(self) -> list[str]:
-        """What was asked since the last time."""
+        """Return the calls since the last time."""
         log, self.log[:] = list(self.log), []
         return log
 
@@ -129,7 +129,7 @@ def test_a_flag_is_not_first_made_in_a_capture(gpu: Gpu) -> None:
 
 
 def test_a_decode_on_a_gpu_is_one_launch(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without an assertion behind it; the flag that the kernel gets is the device's."""
+    """No assertion kernel follows it; the kernel gets the device's flag."""
     launched: list[Tensor] = []
     messages = _OnGpu(torch.zeros(2, 1))
     layout: MessageLayout = layout_of("all_gather", get_format("int8"), torch.float32, 1, 10)
@@ -141,7 +141,7 @@ def test_a_decode_on_a_gpu_is_one_launch(gpu: Gpu, monkeypatch: pytest.MonkeyPat
 
 
 class _OnGpu:
-    """As much of a CUDA tensor as is asked for."""
+    """The part of a CUDA tensor's interface that is used."""
 
     def __init__(self, values: Tensor) -> None:
         self.device, self.values = torch.device("cuda", 0), values

@@ -1,4 +1,4 @@
-"""The choice of backend="nccl": what it refuses, on every rank and with the reason, and what it asks of C++."""
+"""The choice of backend="nccl": its refusals, on every rank with the reason, and its calls of C++."""
 
 # covers zcomm/_collectives/nccl_steps.py
 

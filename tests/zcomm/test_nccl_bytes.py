@@ -1,4 +1,4 @@
-"""Over backend="nccl" what has no CUDA kernels goes hop by hop as bytes: with the bits of torch, and over no group.
+"""Over backend="nccl", formats without CUDA kernels go hop by hop as bytes: the bits of torch, over no group.
 
 The communicator is over the emulated NCCL.
 """
@@ -40,7 +40,7 @@ def _over_nccl_only(exchange: Any) -> Any:
 
 @contextmanager
 def _hop_by_hop() -> Iterator[None]:
-    """No call goes through the pipeline in C++, and torch's groups carry none."""
+    """Disable the pipeline in C++ and fail exchanges over torch's groups."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(nccl_steps, "_has_kernels", lambda _: False)
         for name in ("_gather", "_exchange"):
@@ -82,14 +82,14 @@ def _check_calls(rank: int) -> None:
 
 
 class _Counted:
-    """In place of a native communicator."""
+    """A fake native communicator that counts calls."""
 
     def close(self) -> None:
         pass
 
 
 def _check_closing(topology: Topology) -> None:
-    """Closing a topology frees what was made over its groups, and so does the end of a group that a call was given."""
+    """Closing a topology frees the communicators over its groups, and so does destroying a group passed to a call."""
     alive: weakref.WeakSet[_Counted] = weakref.WeakSet()
 
     def make(hops: Sequence[Hop], device: torch.device) -> Over:

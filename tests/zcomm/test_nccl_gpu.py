@@ -1,4 +1,4 @@
-"""The collectives over NCCL have the bits of those over torch's groups: on a GPU that all ranks share, else emulated.
+"""Collectives over NCCL have the bits of torch's groups: on a GPU shared by all ranks, otherwise emulated.
 
 NCCL up to 2.29 takes ranks with different ``NCCL_HOSTID`` for ranks of different machines, which may share a GPU; from
 2.30 on there is a switch.
@@ -37,14 +37,14 @@ FORMATS = ("none", "int8", "int4", "nf4", "fp8_e4m3")
 
 
 def _run(world_size: int, check: Callable[..., None], *args: object) -> None:
-    """On ranks over the emulated NCCL, or on a GPU over the real one."""
+    """Run on ranks over the emulated NCCL, or on a GPU over the real one."""
     with ranks_over("torch" if IS_GPU else "nccl"):
         run_ranks(world_size, check, *args)
 
 
 @contextmanager
 def _one_device(rank: int) -> Iterator[None]:
-    """This rank may share the GPU; chunks are small, so that there are several."""
+    """Let ranks share the GPU, with small chunks so that there are several."""
     os.environ |= {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "NCCL_MAX_CTAS": "4"}
     if tuple(int(part) for part in nccl_library().version.split(".")) >= (2, 30):
         os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
@@ -112,7 +112,7 @@ def _check_two_hops(rank: int, world_size: int) -> None:
 
 
 def _check_bytes(rank: int) -> None:
-    """Hop by hop, in chunks: what the pipeline in C++ leaves to Python."""
+    """The path hop by hop in chunks, which Python drives instead of the pipeline in C++."""
     topology = Topology(ranks_per_node=2)
     with _one_device(rank), pytest.MonkeyPatch.context() as patch:
         patch.setattr(chunks, "MIN_CHUNK_NUMEL", 1024)
@@ -137,7 +137,7 @@ def _check_bytes(rank: int) -> None:
 
 
 def _check_graph(rank: int, world_size: int) -> None:
-    """A captured reduction runs again on what its input holds then."""
+    """A captured reduction, when replayed, reduces the current contents of its input."""
     with _one_device(rank):
         full, shard = _values(rank, 20_000 * world_size, torch.float32), torch.empty(20_000, device=DEVICE)
         options: dict[str, Any] = {"format": "int8", "backend": "nccl"}

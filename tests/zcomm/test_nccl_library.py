@@ -1,4 +1,4 @@
-"""NCCL is found where it should be, and its absence is explained. ZCOMM_TEST_NCCL=PATH: with a real one, too."""
+"""NCCL is found where it should be; errors explain why it is not. ZCOMM_TEST_NCCL=PATH: also a real one."""
 
 # covers zcomm/_transport/nccl_library.py
 
@@ -108,10 +108,10 @@ def test_two_in_one_process_are_refused(tmp_path: Path) -> None:
     of_torch, mine = stub_nccl(tmp_path / "torch", 22907), stub_nccl(tmp_path / "mine", 23001)
     chosen = [str(of_torch), "", str(tmp_path / "link" / of_torch.name), str(mine)]
     words = [sys.executable, "-c", LOAD_BESIDE, str(of_torch), *chosen]
-    told = subprocess.run(words, capture_output=True, text=True, check=True).stdout.splitlines()
-    assert told[:3] == [str(of_torch)] * 3
-    assert told[3].startswith(f"refused: two NCCL libraries are loaded in this process: {of_torch}, and {mine} for")
-    assert f"unset ZCOMM_NCCL, or start with LD_PRELOAD={mine}" in told[3]
+    printed = subprocess.run(words, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert printed[:3] == [str(of_torch)] * 3
+    assert printed[3].startswith(f"refused: two NCCL libraries are loaded in this process: {of_torch}, and {mine} for")
+    assert f"unset ZCOMM_NCCL, or start with LD_PRELOAD={mine}" in printed[3]
 
 
 def _check_all_are_told(rank: int, folder: str) -> None:

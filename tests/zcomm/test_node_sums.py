@@ -1,4 +1,4 @@
-"""Sums that stay in the node, and replicas of it: against the collectives that do the same in one call."""
+"""Node sums and node replicas, compared with the collectives that do the same in one call."""
 
 # covers zcomm/_stateful/node_replica.py zcomm/_stateful/node_sums.py
 
@@ -145,7 +145,7 @@ def test_sums_and_replicas_of_a_node(world_size: int, per_node: int) -> None:
 
 
 def _check_chunks(rank: int) -> None:
-    """Shards that are cut into chunks: the same bits as in one, and several additions under way at once."""
+    """Shards in chunks have the same bits as in one piece, and several additions may be in flight."""
     t, shard = topology(2), 3 * 2**18
     given = torch.randn(4 * shard, generator=torch.Generator().manual_seed(rank))
     spans, got, expected = [("w", 0, 4 * shard)], torch.empty(shard), torch.empty(shard)

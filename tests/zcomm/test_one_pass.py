@@ -1,4 +1,4 @@
-"""Native kernels that do several things in one pass, against the PyTorch reference step by step (N10 and N11)."""
+"""Fused native kernels, compared with the PyTorch reference step by step (N10 and N11)."""
 
 # covers zcomm/_formats/reference.py zcomm/_formats/formats.py zcomm/_formats/message.py
 
@@ -41,7 +41,7 @@ def _decoded(messages: Tensor, layout: MessageLayout) -> Tensor:
 
 
 class _Rows:
-    """A residual's rows in wider ones, and what N10 makes of them."""
+    """A residual's rows inside wider ones, and the result of N10."""
 
     def __init__(self, num_rows: int, numel: int, beta: float) -> None:
         self.numel, self.beta, num_blocks = numel, beta, -(-numel // 256)

@@ -34,7 +34,7 @@ CHOICES = {
 
 @contextmanager
 def nccl_is_there(reason: str = "") -> Iterator[None]:
-    """As in a build with CUDA, or where ``reason`` says why not."""
+    """Pretend a build with CUDA, or one where ``reason`` explains why NCCL is missing."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(backend_choice, "nccl_unavailable_reason", lambda: reason)
         yield
@@ -81,7 +81,7 @@ def _check_copies_keep_the_choice(rank: int) -> None:
 
 
 def _check_kernels_of_a_topology(rank: int) -> None:
-    """Two topologies of one process: one asks the native module, the other never; both have the same bits."""
+    """Two topologies of one process: one uses the native module, the other never; both have the same bits."""
     full, shard = torch.empty(2000), torch.linspace(-1, 1, 1000) * (rank + 1)
     made = {}
     for chosen in ("native", "reference"):
@@ -156,7 +156,7 @@ def test_kernels_that_do_not_serve_the_device_are_named() -> None:
 
 
 def _check_hosts_agree_without_a_device(rank: int) -> None:
-    """In a job of NCCL alone nothing that ranks agree on is a tensor on its group: asking for a device would raise."""
+    """With only NCCL groups, control exchanges use no tensor of such a group: asking it for a device would raise."""
     with nccl_alone() as made:
         t = Topology(ranks_per_node=2)
         assert t.world.backend == "cuda:nccl"

@@ -1,4 +1,4 @@
-"""Stochastic rounding in collectives: which numbers are drawn, and that nothing but the key and the place decides."""
+"""Stochastic rounding in collectives: only the key and the element's place decide which numbers are drawn."""
 
 # covers zcomm/_transport/chunks.py
 
@@ -33,7 +33,7 @@ def _data(rank: int, numel: int) -> Tensor:
 
 
 def _sent(segments: list[np.ndarray], wire: str, hop: int, rank: int) -> np.ndarray:
-    """What arrives of what ``rank`` encodes on ``hop`` under KEY; elements are numbered through the segments."""
+    """The received values of what ``rank`` encodes on ``hop`` under KEY; elements are numbered across segments."""
     random = (5, 6, 7, hop, rank) if "stochastic" in wire else None
     name, block = ("int8", 256) if wire.startswith("int8") else ("int4", 64 if "64" in wire else 128)
     return oracle.decode(segments, Wire(name, block, random=random))
@@ -141,7 +141,7 @@ def _bits_of_all(values: Tensor) -> list[Tensor]:
 
 
 def _check_replicas(rank: int, numbering: str) -> None:
-    """Deltas are encoded once and forwarded: whoever holds the same shards has the same bits, and so they stay."""
+    """Deltas are encoded once and forwarded: ranks with the same shards have, and keep, the same bits."""
     t, numel = topology(2), 2 * 512 + 77
     everywhere = zcomm.DeltaGather(torch.zeros(4, numel), t, format=INT4, numbering=numbering)
     of_nodes = zcomm.NodeReplica(t, numel, torch.float32, format=INT4)
@@ -165,7 +165,7 @@ def test_replicas_of_stochastic_deltas_have_the_same_bits(numbering: str) -> Non
 
 
 def _check_unbiased(rank: int) -> None:
-    """The mean over steps comes close to the exact sum, which nearest rounding misses each time alike."""
+    """The mean over steps approaches the exact sum, which rounding to nearest misses by the same amount each time."""
     t, n, num_steps = topology(2), 256, 200
     x = _data(rank, 4 * n)
     exact = torch.empty(n)

@@ -1,4 +1,4 @@
-"""The pool of ranks that the other tests stand on: what fails is seen, and costs only its own test."""
+"""The pool of live ranks: a failure is reported, and costs only its own test."""
 
 # covers tests/ranks.py
 

@@ -1,4 +1,4 @@
-"""The table of recipes: every row's formats exist, its error is what it says, its bytes are within their limits."""
+"""The table of recipes: the formats of each row exist, its error is as stated, its bytes are within limits."""
 
 # covers zcomm/_formats/recipes.py
 
@@ -18,7 +18,7 @@ BF16 = Recipe(gradients=("bf16", "bf16"), reduced="bf16", weights="bf16")
 
 
 def _check_error(rank: int, name: str) -> None:
-    """8 ranks' Gaussian gradients over 2 nodes x 4 ranks; every rank measures its shard against the exact mean."""
+    """Gaussian gradients of 8 ranks on 2 nodes; every rank compares its shard with the exact mean."""
     numel, wires = 1 << 15, RECIPES[name].wires()
     of_ranks = [torch.randn(8 * numel, generator=torch.Generator().manual_seed(r)) for r in range(8)]
     exact = torch.stack(of_ranks).double().mean(0)[rank * numel : (rank + 1) * numel]
@@ -36,7 +36,7 @@ def test_the_error_of_a_recipe_is_as_measured(name: str) -> None:
 
 
 def _between_nodes(recipe: Recipe) -> tuple[int, int]:
-    """Bytes that a rank sends to other nodes: for DDP, and for FSDP2 with a gather each for forward and backward."""
+    """Bytes that a rank sends to other nodes: for DDP; for FSDP2 with one gather in forward and one in backward."""
     wires, shape = recipe.wires(), (1 << 20, torch.float32, 2, 4)
     reduced = volume.reduce_scatter_sent(*shape, wires.gradients).inter
     back = volume.all_gather_sent(*shape, (wires.reduced, wires.reduced)).inter

@@ -1,4 +1,4 @@
-"""Residuals in checkpoints, in other buckets and on other ranks."""
+"""Residuals of a checkpoint, loaded into other buckets and on other numbers of ranks."""
 
 # covers zcomm/_residuals/relayout.py
 
@@ -31,7 +31,7 @@ def _one_buffer(group: Any, numbering: Any = "rank") -> list[Residual]:
 
 
 def _two_buffers(group: Any, numbering: Any = "local") -> list[Residual]:
-    """Other neighbours; the longest parameter is cut in two."""
+    """Buckets with other neighbours; the longest parameter is split."""
     return [
         Residual(group, [Span("c", 0, 1201, offset=799), Span("a", 1300, 700)], 2000, numbering=numbering),
         Residual(group, [(7, 3, 513), ("c", 516, 799), ("b", 1315, 1)], 1316, numbering=numbering),
@@ -39,7 +39,7 @@ def _two_buffers(group: Any, numbering: Any = "local") -> list[Residual]:
 
 
 def _train(residuals: list[Residual], rank: int, group: Any, num_steps: int = 2) -> None:
-    """Exchanges that leave something."""
+    """Run exchanges that leave a residual."""
     for step in range(num_steps):
         for i, residual in enumerate(residuals):
             numel = residual.layout.shard_numel * residual.layout.world_size
@@ -69,7 +69,7 @@ def _held(residuals: list[Residual], *, in_node: bool = False) -> dict[Any, Tens
 
 
 def _same_but_for_encoding(before: dict[Any, Tensor], after: dict[Any, Tensor], num_times: int = 1) -> None:
-    """Each time costs half a scale of the largest value; where several hold an element, each holds a part."""
+    """Compare up to half a scale of the largest value for each encoding; a sum over ranks has one from each."""
     largest = max(float(values.abs().max()) for values in before.values())
     for key, numel in LENGTHS.items():
         assert numel == 1 or before[key].norm() > 0.1
@@ -131,7 +131,7 @@ def test_a_resumed_run_has_the_same_bits() -> None:
 
 
 def _check_other_ranks(rank: int, before: int, after: int) -> None:
-    """From nodes of ``before`` ranks to nodes of ``after``."""
+    """Load residuals of nodes of ``before`` ranks on nodes of ``after`` ranks."""
     group, other = topology(before), topology(after)
     old = _one_buffer(group)
     _train(old, rank, group)

@@ -1,4 +1,4 @@
-"""Residuals: their arithmetic against the oracle, when they count, and what they are worth."""
+"""Residuals: arithmetic against the oracle, when they are committed, and how much accuracy they gain."""
 
 # covers triton_kernels/residuals.py zcomm/_residuals/buffer_layout.py zcomm/_transport/route.py
 
@@ -17,7 +17,7 @@ from tests.zcomm import oracle
 from tests.zcomm.data import same_values
 from tests.zcomm.oracle import Wire
 from zcomm import ConfigError, LayoutError, Residual, StateError
-from zcomm._collectives.auto_format import ProbedChoice, Table
+from zcomm._collectives.auto_format import FormatTable, ProbedChoice
 from zcomm._transport import chunks
 from zcomm._transport.route import find_route
 
@@ -39,7 +39,7 @@ def _owners(world_size: int, per_node: int, numbering: str) -> list[int]:
 
 
 class _Simulated:
-    """The reduction of one owner's row, on all ranks that take part, in NumPy."""
+    """The reduction of one owner's row by all ranks that take part, in NumPy."""
 
     def __init__(self, owners: list[int], owner: int, per_node: int, numel: int, wire: tuple[str, str]) -> None:
         self.row, self.per_node, self.numel, self.wire = owners.index(owner), per_node, numel, wire
@@ -111,7 +111,7 @@ def test_residuals_are_what_the_contract_says(world_size: int, per_node: int, nu
 
 
 def _check_what_is_lost_comes_back(rank: int) -> None:
-    """Over any number of steps: sum of results = sum of exact sums of hop 1 - what all nodes hold now."""
+    """Over any number of steps: sum of results = sum of exact sums of hop 1 - the current residuals of all nodes."""
     t, numel = topology(2), 700
     spans = [("a", 0, 1000), ("b", 1000, 1500)]
     for numbering in ("rank", "local"):
@@ -132,7 +132,7 @@ def _check_what_is_lost_comes_back(rank: int) -> None:
         held[residual.layout.rows_of(t.local_rank)] = residual.values()
         zcomm.all_reduce(held.view(-1), group=t)
         assert (total - exact).norm() > 0.01 * exact.norm()  # there is something to compare
-        assert (total + held[row] - exact).norm() < 4 * (0.5 / 127) * 0.2 * exact.norm()  # int8 of each step's rest
+        assert (total + held[row] - exact).norm() < 4 * (0.5 / 127) * 0.2 * exact.norm()  # int8 of each step's residual
 
 
 def test_what_is_lost_comes_back() -> None:
@@ -178,7 +178,7 @@ def test_commit_and_rollback() -> None:
 
 
 def _check_all_reduce(rank: int, per_node: int) -> None:
-    """With an exact gather, every rank ends with what the reduce-scatter gives its owner; numel does not divide."""
+    """With an exact gather, every rank gets what the reduce-scatter gives the owner; numel is not divisible."""
     for group in (topology(per_node), None):
         for numbering in ("rank", "local"):
             numel, shard = 4 * 300 - 3, 300
@@ -227,7 +227,7 @@ def test_chunks_change_nothing() -> None:
 
 
 def _check_asynchronous(rank: int) -> None:
-    """commit() and rollback() wait for what they are about."""
+    """commit() and rollback() wait for their exchange."""
     residuals = []
     for async_op in (False, True):
         residual = Residual(topology(2), [("w", 0, 2048)], 2048)
@@ -253,7 +253,7 @@ def test_commit_waits() -> None:
 
 
 def _check_failed_exchange(rank: int) -> None:
-    """An exchange that another rank spoils: commit() raises, rollback() restores."""
+    """An exchange that another rank damages: commit() raises, rollback() restores."""
     t = topology(2)
     residual = Residual(t, [("w", 0, 1000)], 1000)
     wire = zcomm.get_format("int8", block=256 if rank == 0 else 250)  # as many blocks, so as many bytes
@@ -302,7 +302,7 @@ def test_a_residual_of_another_exchange_is_refused() -> None:
 
 
 def _check_other_hops(rank: int) -> None:
-    """The same ranks as one group have one hop, and all rows; a residual of two hops holds others."""
+    """The same ranks as one group have one hop and a residual of all rows; with two hops it has other rows."""
     t = topology(2)
     residual = Residual(t, [("w", 0, 16)], 16)
     route = find_route("reduce_scatter", t, "int4", first="intra", num_hops=1)
@@ -316,7 +316,7 @@ def _check_other_hops(rank: int) -> None:
         residual = Residual(t, [("w", 0, 16)], 16)
         out: Any = () if call is zcomm.all_reduce else (torch.zeros(4),)
         one_hop = [(0, ProbedChoice.parse("int4", 1))]
-        table = Table("cpu", {"all_reduce": one_hop, "reduce_scatter": one_hop})
+        table = FormatTable("cpu", {"all_reduce": one_hop, "reduce_scatter": one_hop})
         t.auto_table, usual = table, t.auto_table
         try:
             call(*out, torch.ones(16), group=t, format="auto", residual=residual)
@@ -340,7 +340,7 @@ def _signal(numel: int) -> Tensor:
 
 
 def _gradient(rank: int, step: int, numel: int, signal_to_noise: float) -> Tensor:
-    """A persistent signal and fresh noise of each rank and step."""
+    """A persistent signal plus fresh noise for each rank and step."""
     return signal_to_noise * _signal(numel) + _data(rank, step, numel)
 
 
@@ -357,7 +357,7 @@ def _mean_of_eight(rank: int, step: int, wire: Any, residual: Residual | None, s
 
 
 def _over_ranks(*squares: Tensor) -> list[float]:
-    """Square roots of sums over ranks."""
+    """The square root of the sum over ranks."""
     total = zcomm.control.gather_float64(torch.stack(squares).double(), topology(4)).sum(0)
     return total.sqrt().tolist()
 

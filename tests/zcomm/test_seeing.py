@@ -1,4 +1,4 @@
-"""What users see: spans in a profiler's trace, scalars, sampled errors."""
+"""Observability: spans in a profiler's trace, scalars, sampled errors."""
 
 # covers zcomm/_kernels/relative_error.py
 

@@ -1,6 +1,6 @@
-"""Stacks of other threads are read while these go on, and while Python collects garbage in the midst of it."""
+"""Stacks of running threads can be read, even while Python's garbage collector runs in between."""
 
-# covers zcomm/_transport/call_context.py
+# covers zcomm/_transport/call_context.py zcomm/_transport/stacks.py
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from tests.ranks import run_ranks
-from zcomm._transport.call_context import (
+from zcomm._transport.stacks import (
     _WAITING,
     LIBRARY_DIRS,
     StackFrame,
@@ -33,7 +33,7 @@ DEPTH = 40
 
 
 def _calling(num_arguments: int) -> Callable[..., int]:
-    """A function whose frame's size is its own: it calls the next one, ``depth`` deep, and computes a little."""
+    """A function with a frame of its own size that calls the next one, ``depth`` deep, and computes a little."""
     names = ", ".join(f"a{index}" for index in range(num_arguments))
     body = "    kept = [depth]\n    return below(step, depth, bottom) + kept[0]\n"
     text = f"def deeper(step, depth, bottom, {names}):\n{body}"
@@ -54,7 +54,7 @@ _FUNCTIONS = [_calling(num_arguments) for num_arguments in range(1, 13)]
 
 
 def _read_while_collecting(_rank: int) -> None:
-    """Another thread stands deep in calls; a collection, where one comes, lets it go on and be as deep in others."""
+    """Read the stack of a thread deep in calls; a garbage collection lets it continue and call other functions."""
     reader, is_deep, may_go_on = threading.get_ident(), SimpleQueue[int](), SimpleQueue[int]()
 
     is_reading, is_over = threading.Event(), threading.Event()
@@ -165,15 +165,15 @@ def test_a_stack_is_innermost_first() -> None:
 
 
 def test_of_threads_only_others_are_read() -> None:
-    begun, end = threading.Event(), threading.Event()
+    started, end = threading.Event(), threading.Event()
 
     def wait_here() -> None:
-        begun.set()
+        started.set()
         end.wait()
 
     worker = threading.Thread(target=wait_here)
     worker.start()
-    begun.wait()
+    started.wait()
     try:
         here, there, nowhere = threading.get_ident(), worker.ident or 0, -1
         found = stacks_of((here, there, nowhere))

@@ -1,4 +1,4 @@
-"""A store that outlives its ranks: a start gets a name of its own, whatever dead ranks have left."""
+"""A store that outlives its ranks: each start agrees on a new prefix, whatever dead ranks have left there."""
 
 # covers zcomm/_transport/store_exchange.py
 
@@ -35,7 +35,7 @@ def _under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
 def _start(
     store: Any, ranks: Sequence[int], of: Sequence[int], timeout: timedelta = LONG, **timeouts: Any
 ) -> list[str]:
-    """What each of ``ranks`` gets, a prefix or an error; the first comes last. Timeouts by rank: r1=..."""
+    """What each of ``ranks`` gets, a prefix or an error; the first rank arrives last. Timeouts by rank: r1=..."""
 
     def one(rank: int) -> str:
         time.sleep(0.02 * (rank == of[0]))
@@ -105,7 +105,7 @@ def test_at_the_deadline_all_go_on_or_none() -> None:
 
 
 def _live(rank: int, port: int, folder: Path, start: int) -> None:
-    """A rank of one start: the first start ends by itself, and leaves everything in the store."""
+    """A rank of one start; the first start exits and leaves its keys in the store."""
     torch.set_num_threads(1)
     os.environ |= {
         "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0", "MASTER_ADDR": "127.0.0.1",
@@ -120,7 +120,7 @@ def _live(rank: int, port: int, folder: Path, start: int) -> None:
     store_exchange._NamespaceAgreement.agree = counted  # type: ignore[method-assign]
     zero.init_distributed("gloo", timeout=LONG)
     said += exchange_texts([0, 1], f"{start}.{rank}", lane="test", timeout=LONG)
-    if rank == 1:  # comes to the next once the other has given it up
+    if rank == 1:  # reaches the next once the other has timed out
         while not (folder / f"{start}.0").exists():
             time.sleep(0.01)
     began = time.monotonic()

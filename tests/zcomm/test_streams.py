@@ -1,4 +1,4 @@
-"""Asynchronous collectives on CUDA: which stream waits for which, here by what is asked of torch, and on a GPU."""
+"""Asynchronous collectives on CUDA: which stream waits for which, by the calls of torch, and on a GPU."""
 
 # covers zcomm/_transport/device_streams.py
 
@@ -78,7 +78,7 @@ def test_the_current_stream_goes_on_beside_a_collective() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("wire", ["none", "int8", "int4"])
 def test_what_is_freed_or_written_around_a_call_does_not_change_its_result(wire: str) -> None:
-    """The input is ready late, and its memory is given to somebody else at once."""
+    """The input is written late, and its memory is reused immediately."""
     values = torch.randn(2**22, device=DEVICE)
     expected = torch.empty_like(values)
     zcomm.all_gather_single(expected, values, format=wire)

@@ -1,4 +1,4 @@
-"""Exchanges by tagged sends, or through copies: what a thread starts, what it says, and when they have ended."""
+"""Exchanges by tagged sends, or through copies: what a thread starts, its errors, and when they complete."""
 
 # covers zcomm/_base/pending.py zcomm/_transport/call_context.py zcomm/_transport/tagged.py
 
@@ -24,7 +24,7 @@ SMALL, LARGE = torch.ones(4), torch.ones(BACKGROUND_NBYTES)
 
 
 class Group:
-    """A process group whose sends are noted."""
+    """A process group that records its sends."""
 
     def __init__(self, error: Exception | None = None) -> None:
         self.threads: list[str] = []
@@ -40,7 +40,7 @@ class Group:
 
 
 class Ended:
-    """A send that has ended."""
+    """A completed send."""
 
     def wait(self) -> None:
         pass
@@ -109,14 +109,14 @@ def test_large_exchanges_of_another_order_on_each_rank_end_and_are_known_to() ->
 
 
 class _Lost:
-    """A receive from a rank that is gone."""
+    """A receive from a dead rank."""
 
     def wait(self) -> None:
         raise RuntimeError("Connection closed by peer")
 
 
 def test_an_exchange_that_failed_has_ended() -> None:
-    """Else a rank that only asks, as one that has many reductions under way, goes on asking for its patience."""
+    """Otherwise a rank that polls, as with many reductions in flight, would poll until its timeout."""
     pending = TaggedExchange([_Lost()])
     end = time.monotonic() + 30
     while not pending.is_completed():
@@ -128,7 +128,7 @@ def test_an_exchange_that_failed_has_ended() -> None:
 
 
 def test_who_holds_what_has_ended_does_not_use_its_tensors() -> None:
-    """Else a buffer looks used for a moment longer than it is, and another is allocated."""
+    """Otherwise the buffer would count as used a moment too long, and another one would be allocated."""
     for tensor in (SMALL, LARGE):
         sent = tensor.clone()
         used = weakref.ref(sent)
@@ -140,12 +140,12 @@ def test_who_holds_what_has_ended_does_not_use_its_tensors() -> None:
 
 
 def _check_through_copies(rank: int) -> None:
-    """As for tensors on a device that the backend does not support: the result is copied back once it has arrived."""
+    """As for tensors on a device that the backend does not support: the result is copied back when it is complete."""
     usual, shard = backend.device_of, torch.full((1000,), rank + 1.0)
     full, half = torch.zeros(2000), torch.zeros(500)
     backend.device_of = lambda *_: torch.device("cpu", 0)  # another device than "cpu"
     try:
-        time.sleep(0.2 * rank)  # the first rank has begun long before
+        time.sleep(0.2 * rank)  # the first rank has started long before
         all_gather_single(full, shard)
         time.sleep(0.2 * rank)
         reduce_scatter_single(half, shard, "sum")
@@ -157,3 +157,32 @@ def _check_through_copies(rank: int) -> None:
 
 def test_what_goes_through_copies_is_there_when_the_call_returns() -> None:
     run_ranks(2, _check_through_copies)
+
+
+def test_an_exchange_that_is_dropped_is_kept_until_it_is_complete() -> None:
+    """Not waited for by who drops it, which may hold a lock that a peer's thread needs."""
+    may_end = threading.Event()
+
+    class Unfinished(Group):
+        def send(self, *_: Any) -> Any:
+            class Work:
+                def wait(self) -> None:
+                    may_end.wait(30)
+
+            return Work()
+
+        recv = send
+
+    tensor = torch.ones(4)
+    kept = weakref.ref(tensor)
+    started = time.monotonic()
+    pending = exchange(cast("Any", Unfinished()), 4, [(1, tensor)], [])
+    del pending, tensor
+    assert time.monotonic() - started < 10
+    assert kept() is not None
+    _exchange(Group(), SMALL).wait()  # hands it to the thread
+    may_end.set()
+    stop = time.monotonic() + 30
+    while kept() is not None and time.monotonic() < stop:
+        time.sleep(0.01)
+    assert kept() is None

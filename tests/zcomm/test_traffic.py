@@ -1,4 +1,4 @@
-"""The counters: exact from any thread, scoped by a block, added up by any part of the key."""
+"""The traffic counters: exact from any thread, scoped by a block, summed over any part of the key."""
 
 # covers zcomm/_transport/traffic.py
 

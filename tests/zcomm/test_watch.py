@@ -1,4 +1,4 @@
-"""What a Watch asks of the store, which may be cut off."""
+"""The deadlock watch and the store, which may be unreachable."""
 
 # covers zcomm/_transport/backend.py zcomm/_transport/deadlock_analysis.py zcomm/_transport/deadlock_watch.py
 
@@ -19,7 +19,7 @@ from zcomm._transport.deadlock_watch import DeadlockWatch, Watched, start_missin
 
 
 class _Store:
-    """Of two ranks, the second of which has left."""
+    """A store of two ranks, of which the second has left."""
 
     def __init__(self) -> None:
         self.answers = threading.Event()
@@ -35,7 +35,7 @@ class _Store:
 
 
 class _Counts:
-    """A store that counts, and in which there is no verdict."""
+    """A store that counts requests and contains no verdict."""
 
     def __init__(self) -> None:
         self.num_waiting = 0
@@ -46,7 +46,7 @@ class _Counts:
         return self.num_waiting
 
     def set(self, key: str, text: str) -> None:
-        """What the rank does, in words."""
+        """Set the description of the rank's current call."""
 
     def check(self, keys: list[str]) -> bool:
         assert keys == ["at/0/verdict"]
@@ -60,7 +60,7 @@ def _watch_over(store: Any) -> DeadlockWatch:
 
 
 def test_a_store_that_does_not_answer_holds_up_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The network is cut: the error of the exchange comes all the same, and the store is not asked again."""
+    """After a network cut the error of the exchange is still raised, and the store is not asked again."""
     monkeypatch.setattr(deadlock_watch, "ANSWER_S", 0.2)
     store = _Store()
     over = _watch_over(store)
@@ -104,7 +104,7 @@ def test_a_rank_that_gets_on_takes_back_what_it_has_told_and_nothing_else() -> N
     over._rank, over._topologies, over.num_deadlocks, over._last_sample, over._has_reported = 1, (), 0, None, False
     before, later = (("waits in a barrier", {"hop": [number]}) for number in (1, 2))
     for account, num_waiting in [
-        (before, 0), (None, 0), (before, 0), (later, 0),  # never the same twice: it has not told
+        (before, 0), (None, 0), (before, 0), (later, 0),  # never the same twice: nothing reported
         (later, 1), (later, 1), (None, 0), (None, 0),
         (later, 0), (later, 1), (before, 0), (before, 1),
     ]:  # fmt: skip

@@ -1,4 +1,4 @@
-"""Ranks that make different calls over the emulated NCCL: one DivergedError on each, and a new communicator."""
+"""Ranks make different calls over the emulated NCCL: a DivergedError on each, and a new communicator."""
 
 # covers zcomm/control.py
 
@@ -28,7 +28,7 @@ def _gather(rank: int, topology: Topology, wire: str, numel: int = NUMEL) -> Non
 
 
 def _gather_later(rank: int, topology: Topology, wire: str) -> None:
-    """Two are under way, and the second is waited for."""
+    """Two calls are in flight, and the second is waited for."""
     shards, fulls = torch.ones(2, NUMEL), torch.empty(2, NUMEL * topology.world_size)
     works = [
         zcomm.all_gather_single(f, s, topology, format=wire, async_op=True) for f, s in zip(fulls, shards, strict=True)
@@ -70,7 +70,7 @@ def _check_different_calls(rank: int, world_size: int, wire: str) -> None:
 @pytest.mark.parametrize("wire", ["int8", "int8:asym"])
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_a_call_of_one_rank_alone_is_named_on_all(world_size: int, wire: str) -> None:
-    """Of the pipeline, and of what goes hop by hop; also while the communicator is made."""
+    """In the pipeline and hop by hop; also while the communicator connects."""
     with ranks_over("nccl"):
         run_ranks(world_size, _check_different_calls, world_size, wire)
 

@@ -1,4 +1,4 @@
-"""Collectives beyond the common case: every dtype and format, error bounds, overflow, memory, large messages, bytes."""
+"""Collectives in less common cases: every dtype and format, error bounds, overflow, memory, large messages, bytes."""
 
 # covers zcomm/volume.py
 
@@ -33,7 +33,7 @@ def _data(rank: int, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def _wired(x: Tensor, wire: str) -> Tensor:
-    """What ``x`` is after one trip in ``wire``, exactly, in float64."""
+    """The exact value of ``x`` after one trip in ``wire``, in float64."""
     if wire in BLOCKS:
         decoded = oracle.decode([x.float().numpy()], Wire(wire, BLOCKS[wire]))[0]
         return torch.from_numpy(decoded.astype(np.float64))
@@ -159,7 +159,7 @@ def test_large_messages() -> None:
 
 
 def _check_small_strided_rows(rank: int) -> None:
-    """Whether rows are contiguous is a rank's own affair, also for small ones."""
+    """Ranks may differ in whether their rows are contiguous, also for small ones."""
     wide = torch.full((3, 40 + rank), 7.0)
     zcomm.all_gather_single(wide[:, :40], _data(rank, 40), topology(3))
     assert torch.equal(wide[:, :40], torch.stack([_data(r, 40) for r in range(3)]))
@@ -252,7 +252,7 @@ def test_bytes_are_what_the_formulas_say(per_node: int) -> None:
 
 
 def _check_one_hop_bytes(rank: int) -> None:
-    """A ProcessGroup on nodes of two: one rank of three shares no node."""
+    """A ProcessGroup on nodes of two: of three ranks, one has its node alone."""
     group = dist.new_group([0, 1, 2])
     os.environ["LOCAL_WORLD_SIZE"] = "2"
     try:

@@ -1,4 +1,4 @@
-"""Driving collectives: the thread of a Topology, errors, closing, what a Work promises."""
+"""Running collectives: the thread of a Topology, errors, closing, the guarantees of a Work."""
 
 # covers zcomm/_transport/work.py
 
@@ -23,13 +23,13 @@ ANY = torch.empty(0)
 
 
 class Exchange:
-    """Ends when told to."""
+    """An exchange that completes when the test sets its event."""
 
     def __init__(self, error: Exception | None = None) -> None:
         self.ended, self.error = threading.Event(), error
 
     def wait(self) -> None:
-        assert self.ended.wait(20), "nobody ended this exchange"
+        assert self.ended.wait(20), "the exchange was not ended"
         if self.error is not None:
             raise self.error
 
@@ -173,7 +173,7 @@ def _check_groups_can_be_made_again(rank: int) -> None:
             assert full.tolist() == [0, 1, 2, 3]
         timeout = torch.distributed.group.WORLD._get_backend(ANY.device).options._timeout
         for hop in (twin.world, twin.intra, twin.inter):
-            assert hop.group._get_backend(ANY.device).options._timeout == timeout
+            assert hop.group.group._get_backend(ANY.device).options._timeout == timeout
         twin.close()
         with_two_hops.close()
 
@@ -212,7 +212,7 @@ def test_a_topology_over_part_of_the_job() -> None:
 
 
 def _check_control_in_order(rank: int) -> None:
-    """On one node control and collectives share a group: neither may overtake the other."""
+    """On one node control exchanges and collectives share a group: neither may overtake the other."""
     t = Topology(ranks_per_node=2)
     for i in range(20):
         x = torch.full((1000,), float(rank + i))
@@ -231,7 +231,7 @@ def test_control_keeps_the_order_of_calls() -> None:
 
 
 def _check_groups_in_order(rank: int) -> None:
-    """The ranks meet before they make a group: over one that a collective in the thread may be using."""
+    """The ranks use the store before they create a group: the group they have may be in use by the thread."""
     t = Topology(ranks_per_node=2)
     for i, make in enumerate((lambda: t.background, lambda: t.clone().close())):
         x = torch.full((1000,), float(rank + i))

@@ -1,4 +1,4 @@
-"""What values become on their way, by name of the format; for oracles of exchanges."""
+"""Values after one encoding and decoding, by name of the format; for oracles of exchanges."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ BLOCKS = {"int8": 256, "int4": 128}
 
 
 def travelled(values: np.ndarray, name: str) -> np.ndarray:
-    """Float32 [n] encoded as one segment in ``name`` with its default block, and decoded."""
+    """Float32 [n], encoded as one segment in ``name`` with its default block, and decoded."""
     if name == "none":
         return values
     if name == "bf16":

@@ -1,7 +1,7 @@
-"""One rank makes a call alone, or leaves one out: what may be drawn, and one draw on one rank.
+"""One rank makes a call that the others do not make, or omits one: the random cases, and one case on one rank.
 
-python -m tests.zero.alone --draws 200 --seed 1      every draw's outcome, a line each; exit code 1 unless all are named
-python -m tests.zero.alone --draws 200 --seed 1 --first 40 --number 20      a part of them
+python -m tests.zero.alone --draws 200 --seed 1      prints a line per case; exit code 0 if each raised a named error
+python -m tests.zero.alone --draws 200 --seed 1 --first 40 --number 20      some of them
     --backend nccl      in a job of NCCL alone, whose data goes over the emulated NCCL
 """
 
@@ -33,12 +33,10 @@ from zero import ZeroOptimizer, utils
 from zero._checkpoint import save_model_file
 
 AFTER_S, WITHIN_S = 3.0, 10.0
-"""What ZCOMM_DIVERGED_AFTER_S is set to here, and by how much later every rank has the error at the latest."""
+"""ZCOMM_DIVERGED_AFTER_S in these cases, and the time after it within which every rank must have raised."""
 
 
 class Training(NamedTuple):
-    """One rank's model in training."""
-
     model: nn.Module
     optimizer: ZeroOptimizer
     folder: Path
@@ -121,7 +119,7 @@ BEFORE: dict[str, tuple[Call, tuple[int, ...]]] = {
     "barrier": (lambda _: dist.barrier(), (1, 2, 3)),
     "close": (_closes, (1, 2, 3)),
 }  # fmt: skip
-"""Between two steps: what one rank does, and at which stages that takes all ranks."""
+"""Calls that one rank makes between two steps, and the stages at which they are collective."""
 BETWEEN: dict[str, tuple[Call, tuple[int, ...]]] = {
     "clip_grad_norm_": (lambda t: t.optimizer.clip_grad_norm_(1.0), (1, 2, 3)),
     "safe_get_full_grad": (lambda t: utils.safe_get_full_grad(t.weight), (1, 2, 3)),
@@ -129,8 +127,8 @@ BETWEEN: dict[str, tuple[Call, tuple[int, ...]]] = {
     "safe_set_full_grad": (lambda t: utils.safe_set_full_grad(t.weight, torch.ones(16, 16)), (1, 2, 3)),
     "a second backward": (lambda t: t.backward(), (1, 2, 3)),
 }
-"""Between backward and step."""
-OTHERWISE: dict[str, tuple[Call, Call]] = {
+"""Calls that one rank makes between backward and step."""
+DIFFERENT: dict[str, tuple[Call, Call]] = {
     "load_checkpoint(load_optimizer_states=False)": (
         lambda t: zero.load_checkpoint(t.optimizer, t.folder, "all"),
         lambda t: zero.load_checkpoint(t.optimizer, t.folder, "all", load_optimizer_states=False),
@@ -144,28 +142,26 @@ OTHERWISE: dict[str, tuple[Call, Call]] = {
         lambda t: utils.safe_get_full_fp32_param(list(t.model.parameters())[2]),
     ),
 }
-"""What the others do, and one rank otherwise."""
-GOES_ON = ("barrier", "close")
-"""What has no error on the rank itself: it waits elsewhere, or has left."""
+"""The call of the other ranks, and the different call of one rank."""
+NO_ERROR = ("barrier", "close")
+"""Calls that raise no error on the rank itself: it waits in another call, or has left."""
 
 
 class Draw(NamedTuple):
-    """One case."""
-
     world_size: int
     stage: int
     name: str
     odd: int
-    """The rank that differs."""
+    """The rank that makes a different call."""
     num_steps: int
     """Before it."""
 
 
 def draws(seed: int, count: int) -> Iterator[Draw]:
-    """The first ``count`` cases of ``seed``."""
+    """The first ``count`` cases of the sequence that ``seed`` defines."""
     draw = random.Random(seed)
     cases = [(name, stage) for table in (BEFORE, BETWEEN) for name, (_, stages) in table.items() for stage in stages]
-    cases += [(name, stage) for name in OTHERWISE for stage in (1, 2, 3)]
+    cases += [(name, stage) for name in DIFFERENT for stage in (1, 2, 3)]
     for _ in range(count):
         name, stage = draw.choice(cases)
         world_size = draw.choice((2, 4))
@@ -174,7 +170,7 @@ def draws(seed: int, count: int) -> Iterator[Draw]:
 
 @contextmanager
 def diverged_after(seconds: float) -> Iterator[None]:
-    """ZCOMM_DIVERGED_AFTER_S is that inside."""
+    """Set ZCOMM_DIVERGED_AFTER_S within the block."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ZCOMM_DIVERGED_AFTER_S", str(seconds))
         env.value.cache_clear()
@@ -183,7 +179,7 @@ def diverged_after(seconds: float) -> Iterator[None]:
 
 
 def training(rank: int, stage: int, folder: str) -> Training:
-    """Four equal layers, so that no exchange gives itself away by its size."""
+    """Four equal layers, so that no exchange is recognized as wrong by its size."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
     options = {"stage3_param_persistence_threshold": 0}
@@ -193,17 +189,17 @@ def training(rank: int, stage: int, folder: str) -> Training:
 
 @contextmanager
 def job_of(backend: str) -> Iterator[None]:
-    """On a rank: a job of NCCL alone, if ``backend`` is "nccl"."""
+    """Make this rank's job one of NCCL alone if ``backend`` is "nccl"."""
     with nccl_alone() if backend == "nccl" else nullcontext():
         yield
 
 
 def run_draw(rank: int, draw: Draw, folder: str, backend: str = "torch") -> None:
-    """On one rank: raise AssertionError unless it gets the named error, in time."""
+    """Run one case on one rank: raise AssertionError unless the rank gets the named error in time."""
     with diverged_after(AFTER_S), job_of(backend):
         t = training(rank, draw.stage, folder)
         zero.save_checkpoint(t.optimizer, folder, "all")
-        if draw.num_steps % 2:  # another optimizer: its first save or load makes a process group
+        if draw.num_steps % 2:  # a new optimizer: its first save or load makes a process group
             t.optimizer.close()
             t = training(rank, draw.stage, folder)
         assert t.optimizer.topology.backend == backend
@@ -217,7 +213,7 @@ def run_draw(rank: int, draw: Draw, folder: str, backend: str = "torch") -> None
         seconds = time.monotonic() - start
         if draw.name == "barrier" and rank != draw.odd:
             dist.barrier()
-        if draw.name in GOES_ON and rank == draw.odd:
+        if draw.name in NO_ERROR and rank == draw.odd:
             assert error is None, error
         else:
             assert error is not None, f"{draw}: nothing was raised in {seconds:.1f} s"
@@ -232,17 +228,17 @@ def run_draw(rank: int, draw: Draw, folder: str, backend: str = "torch") -> None
 
 
 def _differ(t: Training, draw: Draw) -> None:
-    """What comes after is the same on all ranks, and ends in a call that none of them can end alone."""
+    """Make the different call, then run the same calls on all ranks; the last one needs them all."""
     is_odd = t.rank == draw.odd
     if draw.name in BEFORE and is_odd:
         BEFORE[draw.name][0](t)
-        if draw.name in GOES_ON:
+        if draw.name in NO_ERROR:
             return
     t.backward()
     if draw.name in BETWEEN and is_odd:
         BETWEEN[draw.name][0](t)
-    if draw.name in OTHERWISE:
-        OTHERWISE[draw.name][is_odd](t)
+    if draw.name in DIFFERENT:
+        DIFFERENT[draw.name][is_odd](t)
     t.optimizer.step()
     t.optimizer.zero_grad()
     t.step()
@@ -250,12 +246,11 @@ def _differ(t: Training, draw: Draw) -> None:
 
 
 def main() -> int:
-    """As the module says."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--draws", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--first", type=int, default=0, help="of those to be made, from 0")
-    parser.add_argument("--number", type=int, help="how many of them; default: all that follow")
+    parser.add_argument("--first", type=int, default=0, help="number of the first case to run")
+    parser.add_argument("--number", type=int, help="how many cases to run; default: all that follow")
     parser.add_argument("--backend", choices=("torch", "nccl"), default="torch")
     options = parser.parse_args()
     with ranks_over(options.backend):
@@ -267,15 +262,15 @@ def _run_all(options: argparse.Namespace) -> int:
     last = options.draws if options.number is None else options.first + options.number
     cases = list(enumerate(draws(options.seed, options.draws)))[options.first : last]
     for index, draw in cases:
-        told = "named"
+        outcome = "named"
         with tempfile.TemporaryDirectory() as folder:
             try:
                 run_ranks(draw.world_size, run_draw, draw, folder, options.backend)
             except AssertionError as error:
-                told, num_wrong = f"WRONG: {error}", num_wrong + 1
+                outcome, num_wrong = f"WRONG: {error}", num_wrong + 1
             seconds = max((float(file.read_text()) for file in Path(folder).glob("seconds-*")), default=0.0)
         longest_s = max(longest_s, seconds)
-        sys.stdout.write(f"{index} {draw} {seconds:.1f} s {told}\n")
+        sys.stdout.write(f"{index} {draw} {seconds:.1f} s {outcome}\n")
         sys.stdout.flush()
     close_pools()
     sys.stdout.write(f"{len(cases)} draws, {num_wrong} wrong, the longest {longest_s:.1f} s\n")

@@ -1,4 +1,4 @@
-"""Configurations for the tests: those of DeepSpeed's tutorials, as they are found there."""
+"""Configurations for the tests, copied from DeepSpeed's tutorials."""
 
 from __future__ import annotations
 
@@ -92,4 +92,4 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
 }
 NEEDS_MORE: tuple[str, ...] = ()
-"""What this version refuses to run."""
+"""The configurations that this version refuses."""

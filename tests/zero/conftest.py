@@ -1,4 +1,4 @@
-"""What all tests of ``zero`` share."""
+"""Fixtures of all tests of ``zero``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @pytest.fixture(autouse=True, scope="module")
 def _in_one_thread() -> Iterator[None]:
-    """Oracles in this process compute with tensors so small that threads wait for one another, ten times as long."""
+    """Limit torch to one thread: with tensors as small as the oracles', more threads take ten times as long."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

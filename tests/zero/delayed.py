@@ -1,4 +1,4 @@
-"""Training whose updates run during the next step, for tests."""
+"""Training with delayed updates, for tests."""
 
 from __future__ import annotations
 
@@ -24,12 +24,11 @@ def nvme(folder: str, **options: Any) -> dict[str, Any]:
 
 
 class Gated(zero.CPUAdam):
-    """In a thread, its update number k, from 0, waits until the step that finishes it has begun: the latest it can."""
+    """In a thread, update k (from 0) waits until the step that needs it has started: the latest possible moment."""
 
     num_steps_begun = 0
 
     def step_tensor_(self, param: Tensor, *args: Any, **kwargs: Any) -> None:
-        """As of CPUAdam."""
         deadline, number = time.monotonic() + 20, int(self.state[param].get("step", 0))
         while threading.current_thread() is not threading.main_thread() and Gated.num_steps_begun < number + 2:
             assert time.monotonic() < deadline, "no later step has begun"
@@ -65,5 +64,4 @@ class Messages(logging.Handler):
         self.texts: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep it."""
         self.texts.append(record.getMessage())

@@ -1,7 +1,7 @@
-"""Ranks that are killed while they save: started by test_checkpoint_kills.py as a program of its own.
+"""Kills ranks while they save: test_checkpoint_kills.py starts this as a separate program.
 
-For each trial two ranks are forked that save asynchronously as fast as they can; after a random time one of them, or
-both, are killed. Every value that is saved is the number of the step, which the client state holds, too.
+Each trial forks two ranks that save asynchronously as fast as they can, and kills one or both after a random time. The
+saved values are all the number of the step, which the client state holds, too.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import zero
 from tests.zero.models import new_model
 
 
-def save_for_ever(rank: int, folder: Path, trial: int) -> None:
-    """Odd trials save under one tag again and again; even ones under a new tag each time."""
+def save_until_killed(rank: int, folder: Path, trial: int) -> None:
+    """Odd trials overwrite one tag again and again; even ones save under a new tag each time."""
     init = f"file://{folder / 'store'}"
     dist.init_process_group("gloo", init_method=init, rank=rank, world_size=2, timeout=timedelta(seconds=20))
     model = new_model()
@@ -43,7 +43,7 @@ def fork_rank(rank: int, folder: Path, trial: int) -> int:
     pid = os.fork()
     if pid == 0:
         try:
-            save_for_ever(rank, folder, trial)
+            save_until_killed(rank, folder, trial)
         finally:
             os._exit(1)
     return pid

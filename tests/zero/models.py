@@ -1,6 +1,6 @@
 """Models and data for the tests of ``zero``, and the oracle: plain single-process training on the concatenated batch.
 
-Nothing here knows zero or zcomm, and nothing communicates: every rank can compute every rank's data from a seed.
+No zero, no zcomm, no communication: every rank can compute every rank's data from a seed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ VOCAB, HIDDEN, LENGTH, MICRO_BATCH = 37, 24, 6, 2
 
 
 class Block(nn.Module):
-    """A residual MLP with a norm; sizes that divide nothing."""
+    """A residual MLP with a norm; its sizes are not multiples of any block or number of ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class Block(nn.Module):
 
 
 class TinyGPT(nn.Module):
-    """Embedding, a parameter of the root's own, a layer used twice, blocks, and a head that may be tied."""
+    """An embedding, a parameter of the root itself, a layer used twice, blocks, and a head that may be tied."""
 
     def __init__(self, *, is_tied: bool = True, has_unused: bool = False, has_frozen: bool = False) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ def loss_of(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
 
 
 def groups_of(model: nn.Module) -> list[dict[str, object]]:
-    """Weight decay for matrices only; another learning rate for the rest."""
+    """Two parameter groups: matrices with weight decay, and everything else with another learning rate."""
     params = [p for p in model.parameters() if p.requires_grad]
     return [
         {"params": [p for p in params if p.ndim > 1], "weight_decay": 0.1},
@@ -88,7 +88,7 @@ def train_plain(
     max_norm: float | None = None,
     after_step: Callable[[], None] | None = None,
 ) -> list[float]:
-    """The oracle: one process, all ranks' micro-batches as one batch. Returns the gradient norms it clipped by."""
+    """The oracle: one process with all ranks' micro-batches as one batch. Returns gradient norms before clipping."""
     norms = []
     for step in range(steps):
         for micro in range(num_micro):

@@ -1,6 +1,6 @@
-"""Models that nobody here wrote: architectures of transformers, built small from their configurations.
+"""Public models: architectures of transformers, built small from their configurations.
 
-Each comes with its batches, of one rank and step, and gives its own loss. transformers is imported when a model is
+Each comes with the batches of one rank and step, and computes its own loss. transformers is imported when a model is
 built.
 """
 
@@ -95,7 +95,7 @@ def new_public(name: str) -> nn.Module:
 
 
 def public_batch(name: str, step: int, rank: int) -> dict[str, Tensor]:
-    """Keyword arguments of the forward. As many targets on every rank: losses are means over them."""
+    """Keyword arguments of the forward. Every rank has equally many targets, because losses are means over them."""
     generator = torch.Generator().manual_seed(100 * step + rank)
     tokens = torch.randint(3, VOCAB, (MICRO_BATCH, LENGTH), generator=generator)
     draw: dict[str, Callable[[], dict[str, Tensor]]] = {
@@ -113,6 +113,5 @@ def public_batch(name: str, step: int, rank: int) -> dict[str, Tensor]:
 
 
 def public_loss(model: nn.Module, name: str, step: int, rank: int) -> Tensor:
-    """The model's own loss."""
     loss: Tensor = model(**public_batch(name, step, rank)).loss
     return loss

@@ -1,7 +1,4 @@
-"""Ranks that are merely slow: one sleeps at a place of its step, longer than the bound, and no error may come of it.
-
-ZCOMM_TEST_TIMEOUT_S=3600 python -m tests.zero.slow --steps 10000 --seed 1      a line for every sleep, and a summary
-"""
+"""Stragglers: one rank sleeps at some place of its step for longer than the bound, and no error may follow."""
 
 from __future__ import annotations
 
@@ -29,7 +26,7 @@ from zero import ZeroOptimizer, utils
 from zero._checkpoint.dcp import FolderWriter
 
 BOUND_S = 3.0
-"""What ZCOMM_DIVERGED_AFTER_S is set to by the command."""
+"""ZCOMM_DIVERGED_AFTER_S when run as a command."""
 SHORTEST_S, LONGEST_S = 4.0, 20.0
 
 IN_EVERY_STEP = (
@@ -66,7 +63,7 @@ PLACES = ("before construction", *IN_EVERY_STEP, *IN_SOME_STEPS)
 
 
 class Case(NamedTuple):
-    """A kind of job."""
+    """One kind of job."""
 
     world_size: int
     stage: int
@@ -93,7 +90,7 @@ CASES = [
 
 
 class Sleep(NamedTuple):
-    """One rank is late."""
+    """One delay of one rank."""
 
     step: int
     place: str
@@ -102,7 +99,7 @@ class Sleep(NamedTuple):
 
 
 def sleeps(seed: int, world_size: int, num_steps: int, places: int, shortest_s: float, longest_s: float) -> list[Sleep]:
-    """So many places, each once, of steps drawn at random; the construction is before step 0."""
+    """Draw a step for each of ``places`` different places; "before construction" is before step 0."""
     draw = random.Random(seed)
     chosen = draw.sample(PLACES, places)
     steps = sorted(draw.sample(range(1, num_steps), places))
@@ -113,11 +110,11 @@ def sleeps(seed: int, world_size: int, num_steps: int, places: int, shortest_s: 
 
 
 class Pauses:
-    """Sleeps where this rank is to, and writes down which others had told by then that they wait."""
+    """Sleeps where planned for this rank, and records how many ranks had reported by the end that they wait."""
 
     def __init__(self, rank: int, planned: list[Sleep], folder: Path) -> None:
         self.left = {sleep.place: sleep for sleep in planned if sleep.rank == rank}
-        """Those to come, by place."""
+        """The remaining sleeps, by place."""
         self._folder, self._rank = folder, rank
         self.watch: Any = None
         self.step = 0
@@ -127,24 +124,22 @@ class Pauses:
         if place in self.left and self.step >= self.left[place].step:
             seconds = self.left.pop(place).seconds
             time.sleep(seconds)
-            told = None if self.watch is None else self.watch._store.add(self.watch._key("waiting"), 0)
+            num_waiting = None if self.watch is None else self.watch._store.add(self.watch._key("waiting"), 0)
             with (self._folder / f"slept-{self._rank}").open("a") as file:
-                file.write(json.dumps([self.step, place, self._rank, round(seconds, 1), told]) + "\n")
+                file.write(json.dumps([self.step, place, self._rank, round(seconds, 1), num_waiting]) + "\n")
 
 
 class Kept:
-    """A user's object in a checkpoint."""
+    """A user's object in a checkpoint, which is slow to save and load."""
 
     def __init__(self, pause: Pauses) -> None:
         self._pause = pause
 
     def state_dict(self) -> dict[str, int]:
-        """Late."""
         self._pause("in save_checkpoint, in a user's state_dict")
         return {"one": 1}
 
     def load_state_dict(self, _: dict[str, int]) -> None:
-        """Late."""
         self._pause("in load_checkpoint, in a user's load_state_dict")
 
 
@@ -153,10 +148,7 @@ class Job:
 
     def __init__(self, pause: Pauses, case: Case, folder: Path) -> None:
         class Late(torch.optim.SGD):
-            """Late in its step."""
-
             def step(self, closure: Any = None) -> Any:
-                """As of SGD."""
                 pause("in the optimizer's own step")
                 return super().step(closure)
 
@@ -173,7 +165,6 @@ class Job:
         self.rank = dist.get_rank()
 
     def step(self) -> None:
-        """Two micro-batches and an update."""
         pause, optimizer = self.pause, self.optimizer
         x = torch.full((4, 16), 0.1 * (self.rank + 1))
         pause("before forward")
@@ -191,7 +182,7 @@ class Job:
         optimizer.zero_grad()
 
     def calls(self) -> None:
-        """Everything else that ranks do together."""
+        """All other collective calls."""
         pause, optimizer, model = self.pause, self.optimizer, self.model
         pause("before state_dict")
         state = model.state_dict()
@@ -244,13 +235,13 @@ def _late_writes(pause: Pauses) -> Iterator[None]:
 
 
 def run_case(case: Case, planned: list[Sleep], num_steps: int, bound_s: float, path: str) -> None:
-    """:func:`run_slow` on all ranks."""
+    """Run :func:`run_slow` on all ranks."""
     with ranks_over(case.options.get("backend", "torch")):
         run_ranks(case.world_size, run_slow, case, planned, num_steps, bound_s, path)
 
 
 def run_slow(rank: int, case: Case, planned: list[Sleep], num_steps: int, bound_s: float, path: str) -> None:
-    """On one rank: raise unless every step ends well, every sleep has come, and nobody suspected anything."""
+    """On one rank: raise unless every step succeeds, every sleep has happened, and no deadlock was suspected."""
     folder, shortest_s = Path(path), min(sleep.seconds for sleep in planned)
     pause, eventful = Pauses(rank, planned, folder), {sleep.step for sleep in planned}
     with diverged_after(bound_s), _late_writes(pause):
@@ -269,7 +260,6 @@ def run_slow(rank: int, case: Case, planned: list[Sleep], num_steps: int, bound_
 
 
 def main() -> int:
-    """As the module says."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=10000, help="of all cases together")
     parser.add_argument("--seed", type=int, default=0)
@@ -277,16 +267,16 @@ def main() -> int:
     each, num_wrong, total = -(-options.steps // len(CASES)), 0, 0
     for number, case in enumerate(CASES):
         planned = sleeps(options.seed + number, case.world_size, each, len(PLACES), SHORTEST_S, LONGEST_S)
-        start, told = time.monotonic(), "no error"
+        start, outcome = time.monotonic(), "no error"
         with tempfile.TemporaryDirectory() as path:
             try:
                 run_case(case, planned, each, BOUND_S, path)
             except AssertionError as error:
-                told, num_wrong = f"WRONG: {error}", num_wrong + 1
+                outcome, num_wrong = f"WRONG: {error}", num_wrong + 1
             lines = [line for file in sorted(Path(path).glob("slept-*")) for line in file.read_text().splitlines()]
         total += len(lines)
         sys.stdout.write("".join(f"{case} {line}\n" for line in lines))
-        sys.stdout.write(f"{case}: {each} steps, {len(lines)} sleeps, {time.monotonic() - start:.0f} s: {told}\n")
+        sys.stdout.write(f"{case}: {each} steps, {len(lines)} sleeps, {time.monotonic() - start:.0f} s: {outcome}\n")
         sys.stdout.flush()
     close_pools()
     sys.stdout.write(f"{each * len(CASES)} steps, {total} sleeps, {num_wrong} wrong\n")

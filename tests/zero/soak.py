@@ -1,4 +1,4 @@
-"""What a process has after thousands of steps: the looks at it, what must stay as it was, and the modes of a soak."""
+"""Long training runs (soak): samples of a process's resources, which of them must stay constant, and the modes."""
 
 from __future__ import annotations
 
@@ -23,35 +23,35 @@ from tests.zero.models import VOCAB, batch, groups_of, loss_of
 from tests.zero.training import full_values
 from zcomm._transport import backend, topology
 
-SETTLED_AT = 500
-"""From this step on everything must stay as it was: caches are full, and both tags of the checkpoints are there."""
+STEADY_FROM = 500
+"""From this step on all resources must stay constant: caches are full, and both tags of the checkpoints exist."""
 MOST_NBYTES_A_STEP = 200.0
 MOST_NBYTES = 4 * 2**20
-"""In all, of a short run, whose slope says nothing."""
+"""For a short run, whose slope is not meaningful: the limit of its total growth."""
 
 
-class Look(NamedTuple):
-    """What one process has after ``step`` steps."""
+class Sample(NamedTuple):
+    """The resources of one process after ``step`` steps."""
 
     step: int
     resident: int
     """Bytes of memory."""
     descriptors: int
     threads: int
-    """Of the operating system; the kernel's own for io_uring, which come and go, aside."""
+    """Threads of the operating system, without the kernel's own for io_uring, which come and go."""
     groups: int
     """Process groups that torch.distributed knows."""
     own_groups: int
-    """Those of zcomm's live topologies, and the others that it keeps an account of."""
+    """Those of zcomm's live topologies, and the others that it has collective logs of."""
     files: int
-    """In the folder of the job, whose ranks all wait meanwhile."""
+    """Files in the folder of the job."""
 
 
-def look(step: int, folder: Path) -> Look:
-    """At this process, between two barriers of all ranks."""
+def sample(step: int, folder: Path) -> Sample:
+    """Sample this process between two barriers of all ranks, so that none of them writes files meanwhile."""
     gc.collect()
     dist.barrier()
-    seen = Look(
+    seen = Sample(
         step,
         int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize(),
         len(os.listdir("/proc/self/fd")),  # noqa: PTH208
@@ -67,7 +67,7 @@ def look(step: int, folder: Path) -> Look:
 def _is_ours(thread: Path) -> bool:
     try:
         return not (thread / "comm").read_text().startswith("iou-")
-    except OSError:  # one of the kernel's, gone since
+    except OSError:  # a thread of the kernel that has ended since
         return False
 
 
@@ -76,30 +76,30 @@ def _num_groups(of: topology.Topology) -> int:
     return len(of._groups) + (background is not None and background.group is not None)
 
 
-def slope(looks: Sequence[Look]) -> float:
-    """Bytes of resident memory a step: the median over all pairs of looks (Theil and Sen).
+def slope(samples: Sequence[Sample]) -> float:
+    """Growth of resident memory, bytes per step: the median slope over all pairs of samples (Theil and Sen).
 
-    A leak is the same from look to look, and so in the median. What an allocator takes once, for good, is in those
-    pairs alone that have it between them: half of them, if it comes in the very middle, and else fewer.
+    A leak raises every pair, and so the median. What an allocator takes once and keeps raises only the pairs on both
+    sides of that moment: at most half of all pairs, and less unless it happens in the very middle.
     """
-    pairs = itertools.combinations(looks, 2)
+    pairs = itertools.combinations(samples, 2)
     return median((later.resident - sooner.resident) / (later.step - sooner.step) for sooner, later in pairs)
 
 
-def what_grew(looks: Sequence[Look], most_nbytes_a_step: float = MOST_NBYTES_A_STEP) -> list[str]:
-    """What has not stayed as it was over ``looks``, in words; empty: nothing."""
+def what_grew(samples: Sequence[Sample], most_nbytes_a_step: float = MOST_NBYTES_A_STEP) -> list[str]:
+    """The resources that did not stay constant over ``samples``, in words; empty if all did."""
     found = []
-    for place, name in enumerate(Look._fields):
-        values = {seen[place] for seen in looks}
+    for place, name in enumerate(Sample._fields):
+        values = {seen[place] for seen in samples}
         if name not in ("step", "resident") and len(values) > 1:
             found.append(f"{name}: {sorted(values)}")
-    if (rate := slope(looks)) > most_nbytes_a_step:
+    if (rate := slope(samples)) > most_nbytes_a_step:
         found.append(f"resident: {rate:.0f} bytes a step")
     return found
 
 
 class Small(nn.Module):
-    """Two layers, the second with a frozen bias, and one that no step uses; sizes that divide nothing."""
+    """Two layers, the second with a frozen bias, and one that no step uses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,10 +114,8 @@ class Small(nn.Module):
 
 
 class Mode(NamedTuple):
-    """One configuration."""
-
     zero: dict[str, Any]
-    """Section ``zero_optimization`` of the JSON; FOLDER stands for the job's."""
+    """Section ``zero_optimization`` of the JSON; FOLDER stands for a folder of the job."""
     zcomm: dict[str, Any]
     num_ranks: int = 2
     ranks_per_node: int = 2
@@ -137,7 +135,7 @@ MODES = {
     "NVMe": Mode(IN_FILES, {}),
     "NVMe, delayed": Mode(IN_FILES, {"delayed_update": True}),
 }
-"""No save of states in files is asynchronous."""
+"""Checkpoints of states in files are never saved asynchronously."""
 
 
 def config_of(mode: Mode, folder: Path) -> dict[str, Any]:
@@ -158,10 +156,10 @@ def config_of(mode: Mode, folder: Path) -> dict[str, Any]:
     }
 
 
-def train(rank: int, mode: Mode, folder: Path, num_steps: int, every: int) -> list[Look]:
-    """On one rank: what it has every so many steps, each time after a save that a backward ran beside."""
+def train(rank: int, mode: Mode, folder: Path, num_steps: int, every: int) -> list[Sample]:
+    """Train on one rank; sample its resources every ``every`` steps, after a save that overlapped a backward."""
     torch.manual_seed(0)
-    model, looks = Small(), []
+    model, samples = Small(), []
     (folder / "nvme_path").mkdir(exist_ok=True)
     adam = zero.CPUAdam(groups_of(model), lr=1e-3)
     engine = zero.initialize(model=model, optimizer=adam, config=config_of(mode, folder)).engine
@@ -171,46 +169,46 @@ def train(rank: int, mode: Mode, folder: Path, num_steps: int, every: int) -> li
             engine.step()
         if step % every == 0:
             saving = engine.save_checkpoint(folder / "saved", f"last{step // every % 2}", async_op=True)
-            engine.backward(loss_of(engine, *batch(0, 0, rank)))  # while it is written
+            engine.backward(loss_of(engine, *batch(0, 0, rank)))  # overlaps the save
             engine.zero_grad()
             saving.wait()
-            looks.append(look(step, folder))
-            with (folder / f"looks-{rank}.jsonl").open("a") as file:  # for whoever has to stop it
-                file.write(json.dumps(looks[-1]) + "\n")
+            samples.append(sample(step, folder))
+            with (folder / f"looks-{rank}.jsonl").open("a") as file:  # kept if the run is killed
+                file.write(json.dumps(samples[-1]) + "\n")
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, {name: value.tolist() for name, value in full_values(model).items()})
     engine.destroy()
     assert all(of_rank == values[0] for of_rank in values), "ranks' parameters differ"
     assert engine.global_steps == num_steps
-    return looks
+    return samples
 
 
 class Soak(NamedTuple):
-    """What a mode's ranks tell at the end."""
+    """The results of a mode's ranks."""
 
     seconds: int
-    looks: list[list[Look]]
+    samples: list[list[Sample]]
     """By rank."""
 
     @property
     def row(self) -> str:
-        """Of the table: seconds, resident at the first and the last look, the largest slope; the rest is constant."""
-        first, last = self.looks[0][0], self.looks[0][-1]
-        slopes = [slope(of_rank) for of_rank in self.looks]
+        """A row of the table: seconds, resident memory at first and at last, range of slopes, constant counts."""
+        first, last = self.samples[0][0], self.samples[0][-1]
+        slopes = [slope(of_rank) for of_rank in self.samples]
         mib = [f"{one.resident / 2**20:.2f}" for one in (first, last)]
-        seen = [one for of_rank in self.looks for one in of_rank]
-        counts = [", ".join(map(str, sorted({one[place] for one in seen}))) for place in range(2, len(Look._fields))]
+        seen = [one for of_rank in self.samples for one in of_rank]
+        counts = [", ".join(map(str, sorted({one[place] for one in seen}))) for place in range(2, len(Sample._fields))]
         return " | ".join([str(self.seconds), *mib, f"{min(slopes):.1f} to {max(slopes):.1f}", *counts])
 
 
 def soak(rank: int, name: str, path: str, num_steps: int, every: int) -> None:
-    """On one rank: train in mode ``name``, and raise AssertionError if anything grew."""
-    begin = time.monotonic()
-    looks = train(rank, MODES[name], Path(path), num_steps, every)
+    """Train in mode ``name`` on one rank, and raise AssertionError if a resource grew."""
+    start = time.monotonic()
+    samples = train(rank, MODES[name], Path(path), num_steps, every)
     of_ranks: list[Any] = [None] * dist.get_world_size()
-    is_long = num_steps > SETTLED_AT
-    settled = [seen for seen in looks if seen.step >= (SETTLED_AT if is_long else num_steps // 2)]
-    dist.all_gather_object(of_ranks, settled)
+    is_long = num_steps > STEADY_FROM
+    steady = [seen for seen in samples if seen.step >= (STEADY_FROM if is_long else num_steps // 2)]
+    dist.all_gather_object(of_ranks, steady)
     if rank == 0:
-        (Path(path) / "row").write_text(Soak(round(time.monotonic() - begin), of_ranks).row)
-    assert not (grew := what_grew(settled, MOST_NBYTES_A_STEP if is_long else MOST_NBYTES / num_steps)), grew
+        (Path(path) / "row").write_text(Soak(round(time.monotonic() - start), of_ranks).row)
+    assert not (grew := what_grew(steady, MOST_NBYTES_A_STEP if is_long else MOST_NBYTES / num_steps)), grew

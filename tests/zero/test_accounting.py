@@ -1,6 +1,6 @@
-"""What the optimizer sends and holds, counted, against the theory's numbers."""
+"""The bytes that the optimizer sends and the memory that it holds equal the theory's."""
 
-# covers zcomm/control.py
+# covers zcomm/control.py zero/_storage/gradient_store.py
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WIDTH, DEPTH = 256, 3
 
 
 def _wide_model(dtype: torch.dtype) -> nn.Module:
-    """Large enough that padding to 256 elements a parameter is less than a hundredth."""
+    """Large enough that padding to 256 elements per parameter is below one percent."""
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.Tanh(), nn.Linear(2 * WIDTH, WIDTH)) for _ in range(DEPTH)]
     return nn.Sequential(*layers).to(dtype)
@@ -68,7 +68,7 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "optimizer.md"
 
 
 def _documented(text: str) -> dict[int, dict[torch.dtype, int]]:
-    """Bytes that the document says a rank sends, of one parameter, by stage and dtype."""
+    """The bytes that the documentation says a rank sends for one parameter, by stage and dtype."""
     rows = [[cell.strip().removeprefix("at most ") for cell in line.split("|")] for line in text.splitlines()]
     rows = [row for row in rows if len(row) == 9 and row[5] in ("2P", "3P")]
     of = {torch.bfloat16: 6, torch.float32: 7}
@@ -128,14 +128,14 @@ def test_inter_node_bytes_of_zeropp() -> None:
 
 
 def _has_no_storage(tensor: Tensor) -> bool:
-    """What torch.compile leaves behind has no memory; what other tests leave may be sparse."""
+    """torch.compile leaves fake tensors behind, which take no memory; other tests may leave sparse ones."""
     if isinstance(tensor, FakeTensor) or torch._is_functional_tensor(tensor) or tensor.device.type == "meta":
         return True
     return tensor.layout is not torch.strided
 
 
 def _storages_of(tensors: list[Tensor]) -> dict[int, int]:
-    with torch._C.DisableTorchFunctionSubclass():  # released parameters answer no questions
+    with torch._C.DisableTorchFunctionSubclass():  # released parameters raise when their storage is read
         return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if not _has_no_storage(t)}
 
 
@@ -149,7 +149,7 @@ def _all_tensors() -> list[Tensor]:
 
 
 def _check_memory(rank: int, stage: int, grad_nbytes: int, world_size: int) -> None:
-    """Every storage alive in this process that was not there before, by the garbage collector, not by our own books."""
+    """Sum all new storages in this process, found by the garbage collector, not by the library's own accounting."""
     before = _storages_of(_all_tensors())
     model = _wide_model(torch.bfloat16)
     numel = _numel(model)
@@ -197,12 +197,12 @@ def _check_summed_gradients(rank: int) -> None:
 
 
 def test_backwards_that_are_summed_up_hold_no_more_than_one() -> None:
-    """Each is reduced and added to the sum: what the sum was before does not stay beside it."""
+    """Each backward is reduced into the sum: a copy of the previous sum beside it would show as more memory."""
     run_ranks(2, _check_summed_gradients)
 
 
 def _check_exact_masters(rank: int) -> None:
-    """Float32 weights that travel quantized: what the forward reads is not what the optimizer updates."""
+    """With quantized float32 weights, forward reads rounded values, and the optimizer updates exact masters."""
     before = _storages_of(_all_tensors())
     model = _wide_model(torch.float32)
     options = {"stage": 1, "quantized_weights": True}
@@ -247,7 +247,7 @@ def test_bucket_sizes_say_what_an_exchange_carries() -> None:
 def _check_names(rank: int) -> None:
     for stage in (0, 1, 2, 3):
         model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
-        options = {"stage": stage, "reduce_bucket_size": 1}  # each layer by itself
+        options = {"stage": stage, "reduce_bucket_size": 1}  # each layer separately
         with zero_optimizer(model, torch.optim.AdamW(model.parameters()), ranks_per_node=2, **options) as wrapped:
             model(torch.ones(2, 8)).sum().backward()
             reductions = [f for f in zcomm.flight_record(wrapped.topology.companion) if f.operation == "all_to_all"]

@@ -1,6 +1,7 @@
-"""``activation_checkpointing`` of the JSON, alone, on models that call torch.utils.checkpoint."""
+"""``activation_checkpointing`` of the JSON on models that call torch.utils.checkpoint: no other section is needed."""
 
-# covers zero/_activations/activation_settings.py zero/_activations/call.py zero/_activations/file_storage.py
+# covers zero/_activations/activation_settings.py zero/_activations/checkpointed_call.py
+# covers zero/_activations/file_storage.py
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import copy
 import gc
 import itertools
 import logging
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +26,9 @@ from tests.ranks import device_mesh, run_ranks
 from tests.zero.training import full_values
 from zcomm import ConfigError, IntegrityError, LayoutError, StateError
 from zero import ZeroOptimizer
+from zero._activations.activation_settings import ActivationSettings
+from zero._activations.file_storage import FileInputStorage
+from zero._storage.tier_settings import Tier
 from zero._storage.transfer_counters import moved
 
 WIDTH, BATCH, NUM_BLOCKS = 32, 16, 4
@@ -49,7 +54,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Blocks under torch's checkpoint: of either kind, or none."""
+    """Blocks that run under torch's checkpoint of either kind, or without one."""
 
     def __init__(self, use_reentrant: bool | None) -> None:  # noqa: FBT001
         super().__init__()
@@ -125,7 +130,7 @@ def test_bits_are_those_without_checkpoints_at_every_stage() -> None:
 
 
 class Split(Net):
-    """Its blocks' inner width is divided over ``group``: dropout differs by rank, activations between blocks do not."""
+    """Each block's inner width is split over ``group``: dropout differs by rank, activations between blocks do not."""
 
     def __init__(self, use_reentrant: bool | None, group: Any) -> None:  # noqa: FBT001
         super().__init__(use_reentrant)
@@ -135,7 +140,7 @@ class Split(Net):
 
 
 class _AllReduced(torch.autograd.Function):
-    """The sum over ranks, forward or backward."""
+    """The sum over ranks, in forward or in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any, in_forward: bool) -> Tensor:  # noqa: FBT001
@@ -187,7 +192,7 @@ def _check_partition(rank: int) -> None:
 
 
 def _train_split(model: Split, optimizer: ZeroOptimizer, rank: int) -> dict[str, Tensor]:
-    """The same data and default generator on the tensor-parallel ranks; dropout from a generator of each rank."""
+    """Tensor-parallel ranks have the same data and default generator, and a generator each for dropout."""
     zero.checkpointing.model_parallel_cuda_manual_seed(0)
     zero.checkpointing.get_cuda_rng_tracker().reset()
     zero.checkpointing.get_cuda_rng_tracker().add("model-parallel-rng", rank)
@@ -228,7 +233,7 @@ def test_parts_of_odd_sizes_and_inputs_that_differ() -> None:
 
 
 def _check_scopes(rank: int) -> None:
-    """Two models of different settings and a third without; a copy; what is left after the end."""
+    """Two models with different settings, a third without, and a copy keep their own; nothing remains after the end."""
     originals = torch_checkpoint.CheckpointFunction, torch_checkpoint._checkpoint_without_reentrant_generator
     models = [Net(False) for _ in range(3)]
     first = ZeroOptimizer(models[0], torch.optim.SGD, lr=0.1, activation_checkpointing=SECTIONS[0])
@@ -242,17 +247,14 @@ def _check_scopes(rank: int) -> None:
     assert _held(models[0]) == _held(models[1]) == (0, 0)
     loss = models[0](_data(rank, 0))
     with pytest.raises(TypeError):
-        models[1](None)  # its forward ends with an exception: its scope, too
+        models[1](None)  # its forward raises: the scope must end, too
     loss.backward()
     checkpoint(models[2].blocks[0], _data(rank, 0), use_reentrant=False).sum().backward()
     assert _held(models[0]) == _held(models[1]) == (0, 0)
     first.close()
     assert torch_checkpoint.CheckpointFunction is not originals[0]
     second.close()
-    assert originals == (
-        torch_checkpoint.CheckpointFunction,
-        torch_checkpoint._checkpoint_without_reentrant_generator,
-    )
+    assert originals == (torch_checkpoint.CheckpointFunction, torch_checkpoint._checkpoint_without_reentrant_generator)
     models[0](_data(rank, 0)).backward()
     gc.collect()
 
@@ -332,9 +334,9 @@ def _check_inactive(rank: int) -> None:
             model(_data(rank, 0)).backward()
     finally:
         logger.removeHandler(handler)
-    said = [text for text in records if "partition_activations" in text]
-    assert len(said) == (rank == 0)
-    assert all("; inactive: partition_activations (no other rank" in text for text in said)
+    logged = [text for text in records if "partition_activations" in text]
+    assert len(logged) == (rank == 0)
+    assert all("; inactive: partition_activations (no other rank" in text for text in logged)
 
 
 def test_partitioning_without_tensor_parallel_ranks_is_said_once() -> None:
@@ -375,7 +377,7 @@ def test_transformers() -> None:
 
 
 def _check_files(rank: int, folder: str) -> None:
-    """Counted: each input is written once and read once; files are made in the first step alone, and go at the end."""
+    """Each input is written once and read once; the first step creates the files, and the end deletes them."""
     section = {"contiguous_memory_optimization": True}  # has no effect on files
     for stage, use_reentrant in itertools.product((1, 3), (False, True)):
         model = Net(None)
@@ -417,3 +419,26 @@ def _check_failing_files(rank: int, folder: str) -> None:
 
 def test_failing_files_are_errors(tmp_path: Path) -> None:
     run_ranks(2, _check_failing_files, str(tmp_path))
+
+
+def test_an_input_dropped_under_a_lock_of_the_store(tmp_path: Path) -> None:
+    """A garbage collection under a lock of the store, as after a failed backward: nothing waits for that lock."""
+    storage = FileInputStorage(ActivationSettings(tier=Tier.NVME, path=str(tmp_path)), None)
+    stored = storage.store(torch.ones(1024), None)
+    stored.prefetch()
+    cycle: list[Any] = [stored]
+    cycle.append(cycle)
+    del stored, cycle
+
+    def collect() -> None:
+        with storage._store._open.lock, storage._store.buffers._lock:
+            gc.collect()
+
+    collector = threading.Thread(target=collect, daemon=True)
+    collector.start()
+    collector.join(30)
+    assert not collector.is_alive()
+    again = storage.store(torch.full((1024,), 2.0), None)
+    assert again.fetch().eq(2).all()
+    assert storage.memory().num_allocations == 1  # in the file of the input that was dropped
+    storage.close()

@@ -1,4 +1,4 @@
-"""Errors of one rank are every rank's: alone, one inside the other, and in the recovery from another."""
+"""An error of one rank is raised on every rank: alone, nested, and while another is handled."""
 
 # covers zero/_ranks/rank_errors.py
 
@@ -20,7 +20,7 @@ def _check(rank: int) -> None:
     assert on_every_rank(lambda: fail_on(9), None) == rank
     with pytest.raises(StateError, match="of rank 1"):
         on_every_rank(lambda: fail_on(1), None)
-    with pytest.raises(StateError, match="of rank 0"):  # agreed on once
+    with pytest.raises(StateError, match="of rank 0"):  # the ranks have agreed on it once
         on_every_rank(lambda: on_every_rank(lambda: fail_on(0), None), None)
 
     def recover(failing: int) -> None:

@@ -1,4 +1,4 @@
-"""A call that one rank makes alone is one named error on every rank within seconds; a slow rank is none."""
+"""A call that one rank makes alone gives one named error on every rank within seconds; a straggler gives none."""
 
 # covers zero/optimizer.py
 
@@ -23,7 +23,7 @@ def test_a_call_of_one_rank_alone_is_a_named_error_on_all(draw: Draw, tmp_path: 
 
 @pytest.mark.parametrize("draw", [Draw(2, 1, "save_checkpoint", 1, 1), Draw(2, 3, "load_checkpoint", 0, 1)], ids=str)
 def test_so_is_the_first_that_saves_or_loads(draw: Draw, tmp_path: Path) -> None:
-    """It would make a process group, for which torch.distributed waits until its timeout."""
+    """Their first call makes a process group, for which torch.distributed waits until its timeout."""
     run_ranks(2, run_draw, draw, str(tmp_path))
 
 
@@ -59,7 +59,7 @@ def test_so_it_is_in_every_job(case: Case, tmp_path: Path) -> None:
 
 
 def _run_slow(case: Case, num_places: int, folder: Path) -> None:
-    """Sleeps of at least twice the bound."""
+    """Each sleep is at least twice the bound."""
     planned = sleeps(SEED, case.world_size, 30, num_places, 0.2, 0.4)
     run_case(case, planned, 30, 0.1, str(folder))
     assert sum(len(file.read_text().splitlines()) for file in folder.glob("slept-*")) == num_places

@@ -1,4 +1,4 @@
-"""An asynchronous save: training waits for the copy alone, and the checkpoint has the values of the call."""
+"""An asynchronous save: training waits for the copy alone, and the checkpoint has the values of that time."""
 
 # covers zero/_checkpoint/dcp.py
 
@@ -35,7 +35,7 @@ def _check_goes_on(rank: int, folder: str, stage: int, raw: dict[str, Any]) -> N
             train(model, optimizer, rank, steps=2)
             expected = whole_state(optimizer, model)
             saving = zero.save_checkpoint(optimizer, folder, "blocked", async_op=True)
-            train(model, optimizer, rank, steps=3)  # every buffer that it could share is written to
+            train(model, optimizer, rank, steps=3)  # overwrite every buffer that the save could share
             assert has_begun.wait(30)
             assert not saving.is_done
             assert not (Path(folder) / "latest").exists()

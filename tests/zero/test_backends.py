@@ -1,6 +1,6 @@
-"""ZeroOptimizer over backend="nccl", emulated on the CPU, in a job of NCCL alone: the bits of the torch backend.
+"""ZeroOptimizer over backend="nccl", emulated on the CPU, in a job of NCCL alone: every bit equals the torch backend's.
 
-Whatever ranks agree on would fail here if it were a tensor on a group of NCCL: :mod:`tests.nccl_job`.
+Any agreement of the ranks that used a tensor on an NCCL group would fail here: :mod:`tests.nccl_job`.
 """
 
 # covers zcomm/_base/env.py zcomm/_transport/nccl_communicators.py zcomm/_transport/backend.py
@@ -57,11 +57,11 @@ CASES: dict[str, dict[str, Any]] = {
     "delayed update": HOST | {"stage": 2, "delayed_update": True, "delay_start": 1},
 }
 SAVED = ("stage 3", "delta-hpZ")
-"""Saved and loaded on the way, with a topology of the optimizer's own; the others share one."""
+"""Saved and loaded in the middle, with a topology of the optimizer's own; the other cases share a topology."""
 
 
 class _Native:
-    """A native communicator, counted as long as its owner has it."""
+    """Registers a native communicator while its owner has it."""
 
     alive: ClassVar[weakref.WeakSet[_Native]] = weakref.WeakSet()
     num_calls: ClassVar[int] = 0
@@ -89,7 +89,7 @@ def _counted() -> Iterator[None]:
 
 
 def _trained(rank: int, options: dict[str, Any], folder: str = "", **others: Any) -> dict[str, Tensor]:
-    """Parameters after some steps; saved and loaded between them, if there is a folder for it."""
+    """Parameters after some steps; with a folder, saved and loaded between them."""
     is_host = "offload_optimizer" in options
     model = new_model(torch.bfloat16, has_frozen="quantized_nontrainable_weights" in options)
     inner = (zero.CPUAdam if is_host else torch.optim.AdamW)(groups_of(model), lr=1e-2)
@@ -109,7 +109,7 @@ def _trained(rank: int, options: dict[str, Any], folder: str = "", **others: Any
 
 
 def _check_cases(rank: int, folder: str) -> None:
-    of_groups = len(nccl_communicators._OF_GROUPS)  # of tests before, on the same ranks
+    of_groups = len(nccl_communicators._OF_GROUPS)  # communicators of earlier tests on the same ranks
     plain = Topology(ranks_per_node=2, backend="torch")
     with nccl_alone(), _counted():
         over_nccl = Topology(ranks_per_node=2, backend="nccl")
@@ -140,7 +140,7 @@ def test_training_over_nccl_has_the_bits_of_torch(tmp_path: Path) -> None:
 
 
 def _check_refusals(rank: int, probe: str) -> None:
-    """On ranks without NCCL: one named error each, the same on every rank, and the model stays as it was."""
+    """On ranks without NCCL each request raises one named error, the same on every rank, and the model is unchanged."""
     given, model = Topology(ranks_per_node=2, kernels="reference"), new_model()
     before = [param.detach().clone() for param in model.parameters()]
 
@@ -160,7 +160,7 @@ def _check_refusals(rank: int, probe: str) -> None:
     ):
         with pytest.raises(error, match=words):
             construct(**options)
-    with pytest.raises(BackendUnavailableError, match="takes CUDA tensors"):  # of rank 1, on all
+    with pytest.raises(BackendUnavailableError, match="takes CUDA tensors"):  # the error of rank 1, on every rank
         construct(backend="nccl" if rank == 1 else "torch")
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     kept = construct(topology=given)
@@ -172,7 +172,7 @@ def _check_refusals(rank: int, probe: str) -> None:
 
 
 def _check_automatic_formats(rank: int, probe: str) -> None:
-    """Every rank takes what the first rank's probe found for the largest exchange."""
+    """Every rank uses the format that the first rank's probe found fastest for the largest exchange."""
     os.environ["ZCOMM_PROBE"] = probe if rank == 0 else "/no/such/file"
     env.value.cache_clear()
     both = {"weight_format": "auto", "gradient_format": "auto", "ranks_per_node": 2}

@@ -1,4 +1,4 @@
-"""``allgather_bucket_size`` and ``reduce_bucket_size`` cap what torch.distributed is given at a time."""
+"""``allgather_bucket_size`` and ``reduce_bucket_size`` limit the size of each call of torch.distributed."""
 
 # covers zero/_storage/shard_storage.py
 
@@ -18,11 +18,11 @@ from zcomm._transport import backend
 
 WORLD_SIZE = 2
 LEAST = WORLD_SIZE * 256
-"""Elements: a run of every shard."""
+"""In elements: a run of every shard."""
 
 
 class _Seen:
-    """The largest buffers, in bytes over all ranks, of gathers and of exchanges of gradients."""
+    """The largest buffers of gathers and of gradient exchanges, in bytes over all ranks."""
 
     def __init__(self) -> None:
         self.gathered = self.exchanged = self.calls = 0
@@ -54,7 +54,7 @@ def _spying(stack: ExitStack, seen: _Seen) -> None:
 
 
 def _model() -> nn.Module:
-    """Small layers that would share an exchange, and one that is larger than any cap here."""
+    """Small layers that would share an exchange, and one that is larger than any limit here."""
     torch.manual_seed(0)
     return nn.Sequential(*(nn.Linear(16, 16) for _ in range(8)), nn.Linear(16, 700), nn.Linear(700, 16))
 

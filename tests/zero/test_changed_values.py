@@ -1,4 +1,4 @@
-"""Changing and copying parameters from outside the training loop: what masters, copies and other ranks make of it."""
+"""Changing and copying parameters outside the training loop: masters, copies and other ranks see the new values."""
 
 # covers zcomm/_base/env.py
 
@@ -98,7 +98,7 @@ def _check_load(rank: int, stage: int) -> None:
         for wrong in ({"0.weight": torch.ones(1, 1)}, partial):
             with pytest.raises(RuntimeError, match="loading state_dict"):
                 model.load_state_dict(wrong if rank == 0 else {})
-        train_once(model, optimizer)  # the ranks are still in step
+        train_once(model, optimizer)  # the ranks' calls still match
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -109,7 +109,7 @@ def test_load_state_dict_takes_rank_0_and_fails_on_every_rank(stage: int) -> Non
 def _check_close(rank: int, stage: int) -> None:
     model = new_layers(torch.bfloat16)
     x = torch.randn(2, WIDTH).bfloat16()
-    for _ in range(2):  # what was closed can be built anew
+    for _ in range(2):  # a closed model can be wrapped again
         with zero_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=stage) as optimizer:
             train_once(model, optimizer)
             model(x).float().sum().backward()
@@ -230,7 +230,7 @@ def test_the_pool_forgets_one_off_buffers() -> None:
     for _ in range(3):
         train_once(model, optimizer)
     usual = optimizer.memory().buffers["pool"]
-    full_values(model)  # holds all layers at once
+    full_values(model)  # all layers are full at once
     assert optimizer.memory().buffers["pool"] > usual
     for _ in range(2):
         train_once(model, optimizer)

@@ -1,4 +1,4 @@
-"""When changes are sent: each bucket's as its update ends, with the bits that all updates before all changes give."""
+"""When deltas are sent: each bucket's as soon as it is updated, with the bits of updating all before sending any."""
 
 # covers zero/_gather/gather_sources.py zero/_step/delta_send.py
 
@@ -28,11 +28,11 @@ ELEMENTWISE = (
 
 
 class OwnAdam(torch.optim.AdamW):
-    """Nobody knows what it does."""
+    """An optimizer class that the library does not know."""
 
 
 class Small(nn.Module):
-    """Three units, two of which a rank has several parameters of."""
+    """Three units; a rank has several parameters of two of them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Small(nn.Module):
 
 
 def _groups(model: nn.Module) -> list[dict[str, Any]]:
-    """Groups that cut across buckets."""
+    """Groups that do not follow the buckets."""
     params = list(model.parameters())
     return [{"params": params[::2]}, {"params": params[1::2], "lr": 3e-3}]
 
@@ -88,7 +88,7 @@ def test_every_bucket_by_itself_gives_the_same_bits() -> None:
 
 
 def _events(rank: int, optimizer_class: Any, patch: pytest.MonkeyPatch, hook: Any = None) -> tuple[list[str], str]:
-    """What two steps do, in order, and what was said of it."""
+    """The events of two steps in order, and the text of ``effective``."""
     events: list[str] = []
     step, send = delta_send.step_pieces, Replica.send_change
 
@@ -108,10 +108,10 @@ def _events(rank: int, optimizer_class: Any, patch: pytest.MonkeyPatch, hook: An
         if hook is not None:
             inner.register_step_post_hook(hook)
         train(model, optimizer, rank, steps=1)
-        said = str(optimizer.effective)
+        described = str(optimizer.effective)
     patch.setattr(delta_send, "step_pieces", step)
     patch.setattr(Replica, "send_change", send)
-    return events, said
+    return events, described
 
 
 @pytest.mark.parametrize(
@@ -136,13 +136,13 @@ def _check_order(rank: int) -> None:
     together, _ = _events(rank, torch.optim.AdamW, patch)
     assert together == ["update 0", "send 0", "send 1", "send 2"], "small ones are updated together"
     patch.setattr(delta_send, "RUN_NUMEL", 1)
-    early, said = _events(rank, torch.optim.AdamW, patch)
+    early, described = _events(rank, torch.optim.AdamW, patch)
     assert early == ["update 0", "send 0", "update 1", "send 1", "update 2", "send 2"]
-    assert "the change of a bucket is sent while the next is updated" in said
+    assert "the change of a bucket is sent while the next is updated" in described
     sends = ["send 0", "send 1", "send 2"]
-    events, said = _events(rank, OwnAdam, patch)
+    events, described = _events(rank, OwnAdam, patch)
     assert events == sends
-    assert "changes are sent after all updates (OwnAdam is not known to" in said
+    assert "changes are sent after all updates (OwnAdam is not known to" in described
     events, _ = _events(rank, torch.optim.AdamW, patch, lambda *_: calls.append(1))
     assert (events, len(calls)) == (sends, 1), "a hook sees one step"
     patch.undo()
@@ -153,7 +153,7 @@ def test_a_change_is_sent_before_the_next_update() -> None:
 
 
 def _check_failure(rank: int) -> None:
-    """One rank fails in the middle of its updates, and nobody waits for a change that never comes."""
+    """One rank fails in the middle of its updates: no rank may wait for a delta that is never sent."""
     patch = pytest.MonkeyPatch()
     patch.setattr(delta_send, "RUN_NUMEL", 1)
     for options, is_told in (({"offload_optimizer": {"device": "cpu"}}, True), ({}, rank == 1)):

@@ -1,4 +1,4 @@
-"""Checkpoints: any stage and world size to any other, no bit changed; training goes on as if it had never stopped."""
+"""Checkpoints load from any stage and world size into any other, bit for bit; training continues as before."""
 
 # covers zero/_checkpoint/collective_save.py zero/_checkpoint/flat_parts.py
 
@@ -23,7 +23,7 @@ STAGES, WORLD_SIZES = (1, 2, 3), (1, 2, 3, 4)
 
 
 def whole_state(optimizer: zero.ZeroOptimizer, model: nn.Module) -> dict[str, Tensor]:
-    """Masters and optimizer states of every parameter, put together with torch's own collectives: the oracle."""
+    """The oracle: masters and optimizer states of every parameter, assembled with torch's own collectives."""
     names = {param: name for name, param in model.named_parameters()}
     mine: list[tuple[str, str, int, Tensor]] = []
     for param, first, values in optimizer.master_pieces():
@@ -93,7 +93,7 @@ def test_any_stage_loads_any_other(checkpoints: Any, world_size: int) -> None:
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_any_stage_and_world_size_loads_any_other(checkpoints: Any, world_size: int) -> None:
-    """With the test above all 144 pairs of (stage, world size)."""
+    """Together with the test above: all 144 pairs of (stage, world size)."""
     others = [saved_world for saved_world in WORLD_SIZES if saved_world != world_size]
     for saved_world in others:
         folder = checkpoints(saved_world)
@@ -101,7 +101,7 @@ def test_any_stage_and_world_size_loads_any_other(checkpoints: Any, world_size: 
 
 
 class Dropped(nn.Module):
-    """A model whose forward draws random numbers and keeps a running buffer that differs between ranks."""
+    """Its forward draws random numbers and keeps a running buffer that differs between ranks."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Ranks load one checkpoint or none, and what goes wrong on one rank while saving or loading is one error on all."""
+"""Ranks load one checkpoint or none; an error of one rank while saving or loading is one error on all ranks."""
 
 # covers zero/_checkpoint/dcp.py
 
@@ -125,7 +125,7 @@ def test_a_folder_that_ranks_do_not_share_is_told_when_saving(tmp_path: Path) ->
 
 
 class Counter:
-    """What a user passes as stateful; raises where it is told to, half way."""
+    """A user's object in ``stateful``; raises when asked to, after half of its work."""
 
     def __init__(self, count: int = 0) -> None:
         self.count, self.half, self.fails = count, count, ""
@@ -144,7 +144,7 @@ class Counter:
 
 
 class WithExtra(nn.Module):
-    """A model with state of its own."""
+    """Has extra state."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -212,9 +212,9 @@ def _check_users_errors(rank: int, folder: Path, stage: int) -> None:
 
 
 def _hold(optimizer: zero.ZeroOptimizer) -> None:
-    """As after a backward on this rank alone, which the others would wait for."""
+    """Hold gradients as after a backward on this rank alone, in which the others would have to take part."""
     runtime = optimizer.parts.runtime
-    runtime._num_backwards = 1
+    runtime.reducer.accumulation.num_started = 1
     grads = runtime.reducer.all[0]
     grads.used[0], grads.bucket.params[0].grad = True, grads.stand_ins[0]
 
@@ -225,7 +225,7 @@ def test_an_object_that_raises_on_one_rank_stops_all_and_changes_nothing(tmp_pat
 
 
 def _check_inner(rank: int, folder: Path) -> None:
-    """What is found too late to change nothing is said, and the optimizer is of no use, on every rank."""
+    """An error found after the optimizer was changed says so, and the optimizer is unusable on every rank."""
     model = new_model()
     with zero_optimizer(model, stage=1) as optimizer, pytest.MonkeyPatch.context() as patch:
         train(model, optimizer, rank, steps=1)
@@ -248,7 +248,7 @@ def test_a_load_that_fails_half_way_ends_the_optimizer_on_every_rank(tmp_path: P
 
 
 def test_generators_go_on_with_every_number(tmp_path: Path) -> None:
-    """python's makes normal numbers in pairs and keeps the second."""
+    """Python's generator makes normal numbers in pairs and keeps the second: it must be saved, too."""
     model = nn.Linear(2, 2)
     optimizer = zero.ZeroOptimizer(model, torch.optim.SGD, lr=0.1)
     random.gauss(0, 1)

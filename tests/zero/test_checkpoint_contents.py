@@ -1,4 +1,4 @@
-"""What is saved loads: tensors without elements, buffers of every dtype; what could not be loaded does not count."""
+"""Everything that is saved loads: empty tensors, buffers of every dtype; what cannot load is not complete."""
 
 # covers zero/_checkpoint/dcp.py
 
@@ -49,7 +49,7 @@ def _buffers(seed: int) -> dict[str, Tensor]:
 
 
 class Odd(nn.Module):
-    """A model with a parameter and buffers that are rare."""
+    """Has a parameter and buffers of unusual kinds."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -165,7 +165,7 @@ def test_what_cannot_be_stored_is_named(tmp_path: Path) -> None:
 
 
 def _check_proof(rank: int, folder: Path) -> None:
-    """With the mistake that saved empty tensors without a trace of them."""
+    """Repeats an earlier bug, which left no trace of empty tensors: the check after a save must find it."""
     model = new_model()
     with zero_optimizer(model, stage=1) as optimizer, pytest.MonkeyPatch.context() as patch:
         zero.save_checkpoint(optimizer, folder, "a", client_state={"step": 1})
@@ -226,9 +226,9 @@ def _check_two(rank: int, folder: Path) -> None:
         assert first_of(models[0]) == winner
         zero.load_checkpoint(a, folder, "sync")
     zero.load_checkpoint(b, folder, "sync")
-    zero.save_checkpoint(b, folder, "sync")  # it goes on from there
+    zero.save_checkpoint(b, folder, "sync")  # the same run continues from there
     later = zero.ZeroOptimizer(nn.Linear(30, 30), torch.optim.SGD, stage=1, lr=1.0)
-    zero.save_checkpoint(later, folder, "sync")  # a training that began after it
+    zero.save_checkpoint(later, folder, "sync")  # a run that started after it
     for optimizer in (a, b, later):
         optimizer.close()
 
@@ -243,7 +243,7 @@ class Coded(Tensor):
 
 
 class Momentum(torch.optim.Optimizer):
-    """Keeps what ``form`` makes of its momentum, of tensors that are large enough."""
+    """Stores the momentum of large tensors in the form that ``form`` gives it."""
 
     form = staticmethod(lambda momentum: {"momentum": momentum})
 
@@ -279,7 +279,7 @@ def test_states_that_no_checkpoint_could_hold_are_refused_before_training() -> N
 
 
 class Counting(Momentum):
-    """Keeps numbers of every kind beside its momentum."""
+    """Keeps numbers of every type beside its momentum."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # noqa: ARG002

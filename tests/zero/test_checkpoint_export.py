@@ -1,4 +1,4 @@
-"""Weights out of and into checkpoints: read back by the safetensors library and by transformers."""
+"""Weights exported from checkpoints and imported again, read by the safetensors library and by transformers."""
 
 # covers zero/_checkpoint/export.py zero/_checkpoint/index.py zero/_checkpoint/model_parallel_parts.py
 
@@ -129,7 +129,7 @@ def _check_reads_weights(rank: int, path: str, stage: int) -> None:
 def test_safetensors_are_read_into_sharded_models(tmp_path: Path) -> None:
     state: dict[str, Any] = dict(new_model(torch.float16, seed=9).state_dict())
     torch.save(state, tmp_path / "expected.pt")
-    del state["wte.weight"]  # tied: it stands there under its other name
+    del state["wte.weight"]  # tied: stored under its other name
     (tmp_path / "one").mkdir()
     (tmp_path / "several").mkdir()
     safetensors.torch.save_file(state, tmp_path / "one" / "model.safetensors")
@@ -150,8 +150,7 @@ def test_exported_gpt2_has_the_same_logits_in_transformers(tmp_path: Path) -> No
     model = transformers.GPT2LMHeadModel(config)
     tokens = torch.randint(83, (2, 9))
     engine, *_ = zero.initialize(
-        model=model,
-        config={"zero_optimization": {"stage": 3}, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}},
+        model=model, config={"zero_optimization": {"stage": 3}, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
     )
     for _ in range(2):
         engine.backward(engine(tokens, labels=tokens).loss)
@@ -162,7 +161,7 @@ def test_exported_gpt2_has_the_same_logits_in_transformers(tmp_path: Path) -> No
     with torch.no_grad():
         expected = engine(tokens).logits.clone()
     engine.destroy()
-    torch.distributed.destroy_process_group()  # which initialize() has started in this process
+    torch.distributed.destroy_process_group()  # which initialize() has initialized in this process
     assert main(["export", str(tmp_path / "checkpoints"), str(tmp_path / "one" / "model.safetensors")]) == 0
     several = [str(tmp_path / "several" / "model.safetensors"), "--max-shard-size", "10KB"]
     assert main(["export", str(tmp_path / "checkpoints"), *several]) == 0

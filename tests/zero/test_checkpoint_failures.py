@@ -1,4 +1,4 @@
-"""Checkpoints that cannot be saved or loaded: the same named error on every rank, nothing changed, nothing executed."""
+"""Checkpoints that cannot be saved or loaded: the same named error on every rank, no change, no code executed."""
 
 # covers zero/_checkpoint/dcp.py
 
@@ -34,7 +34,7 @@ from zero._checkpoint.dcp import SavePartsPlanner
 
 
 def _refuses(rank: int, call: Callable[[], object], *words: str) -> None:
-    """The call raises on every rank, with the same text, which holds ``words``."""
+    """The call must raise the same text on every rank; the text must contain ``words``."""
     with pytest.raises(CheckpointError) as raised:
         call()
     of_ranks: list[Any] = [None] * torch.distributed.get_world_size()
@@ -140,7 +140,7 @@ def _check_other_models(rank: int, folder: Path, stage: int) -> None:
 
 
 def _check_loads_what_was_asked(rank: int, folder: Path, stage: int) -> None:
-    """Converted, partial and weights-only loading give what they say."""
+    """Loading with conversion, in part, and of weights alone gives the documented values."""
     expected = {
         key.removeprefix("master "): value
         for key, value in torch.load(folder / "good.pt", weights_only=True).items()
@@ -193,7 +193,7 @@ def _check_save_errors(rank: int, folder: Path, stage: int) -> None:
         _refuses(rank, lambda: zero.save_checkpoint(optimizer, folder / "file", "x"), "file", "cannot be made")
         before = resource.getrlimit(resource.RLIMIT_FSIZE)
         if rank == 1:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))  # a full disk for this rank alone
+            resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))  # a full disk on this rank alone
         try:
             _refuses(rank, save, "shard_00001", "could not be written", "File too large", "GiB are free")
             saving = save(async_op=True)
@@ -215,7 +215,7 @@ def _check_save_errors(rank: int, folder: Path, stage: int) -> None:
 
 
 def _check_planning_errors(rank: int, folder: Path) -> None:
-    """What fails in planning, on whichever rank; a file that is somebody else's is refused, and left as it is."""
+    """Errors in planning on any rank; a file of another save is refused and left unchanged."""
     model = new_model()
     with zero_optimizer(model, stage=2) as optimizer, pytest.MonkeyPatch.context() as patch:
 
@@ -264,7 +264,7 @@ def test_errors_are_named_the_same_on_all_ranks_and_change_nothing(tmp_path: Pat
 
 
 class Evil:
-    """Unpickling it leaves a trace."""
+    """Unpickling it creates a file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -274,7 +274,7 @@ class Evil:
 
 
 def _forge(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Change the metadata and give it a checksum that fits: what somebody with bad intentions would do."""
+    """Change the metadata and give it a matching checksum, as an attacker would."""
     document = json.loads((path / "metadata.json").read_text())
     change(document["content"])
     text = json.dumps(document["content"], sort_keys=True, separators=(",", ":"))
@@ -283,7 +283,7 @@ def _forge(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
 
 
 def test_tiles_of_a_removed_setting_are_not_exported_as_layers(tmp_path: Path) -> None:
-    """Earlier versions noted the layers that ``tile_linears_above`` had cut, and joined them on export."""
+    """Earlier versions recorded the layers that ``tile_linears_above`` had cut, and joined them on export."""
     optimizer = zero.ZeroOptimizer(torch.nn.Linear(4, 4), torch.optim.SGD, lr=0.1)
     zero.save_checkpoint(optimizer, tmp_path, "tiled")
     optimizer.close()
@@ -327,7 +327,7 @@ def test_a_malicious_checkpoint_executes_nothing(tmp_path: Path) -> None:
         "missing": lambda p: _forge(p, lambda c: c.pop("parameters")),
         "list": lambda p: (p / "metadata.json").write_text("[1]"),
     }
-    assert zero.load_checkpoint is not None  # imported, and compiled where there is no cache, before anybody watches
+    assert zero.load_checkpoint is not None  # import, and compile without a cache, before the audit starts
     is_watching = True
     sys.addaudithook(lambda event, _: EVENTS.append(event) if is_watching and event in WATCHED else None)
     before = {name: value.clone() for name, value in model.state_dict().items()}

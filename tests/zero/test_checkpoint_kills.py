@@ -1,4 +1,4 @@
-"""A kill at any moment of an asynchronous save leaves a checkpoint that loads: the last complete one."""
+"""A kill at any moment of an asynchronous save leaves the last complete checkpoint, and it loads."""
 
 # covers zero/_checkpoint/json_tree.py zero/_checkpoint/request.py zero/_checkpoint/save.py
 

@@ -1,8 +1,7 @@
-"""The power fails at any moment of a save: what is on the disk then loads, and what a save has returned is there.
+"""A power failure at any moment of a save leaves a checkpoint that loads; no returned save is lost.
 
-The test notes what the library asks the system to do, and makes of it what a disk may hold afterwards: of a file what
-was there when it was last synced, of a folder's names those that were synced with it, and of those that were not any
-one, all or none.
+The test records the library's system calls and derives what a disk may hold afterwards: a file has the contents of its
+last fsync, a folder the names that were synced with it, and of the unsynced names any one, all or none.
 """
 
 # covers zero/_checkpoint/snapshot.py
@@ -25,7 +24,7 @@ import zero
 
 
 class Change(NamedTuple):
-    """Of names: a file or folder made, a file renamed, a file deleted."""
+    """A change of names: a file or folder created, a file renamed, a file deleted."""
 
     kind: str
     path: Path
@@ -33,21 +32,21 @@ class Change(NamedTuple):
 
 
 class Synced(NamedTuple):
-    """What is on the disk for good: names of a folder, or data of a file."""
+    """Durable now: the names in a folder, or the data of a file."""
 
     path: Path
     data: bytes | None
 
 
 class Returned(NamedTuple):
-    """The save of a step has said that it is done."""
+    """The save of a step has returned."""
 
     step: int
 
 
 Event = Change | Synced | Returned
 NOTED: list[tuple[Path, list[Event]]] = []
-"""The folder that is watched now, and what happened there."""
+"""The watched folder, and the events in it."""
 
 
 def _audit(event: str, args: tuple[Any, ...]) -> None:
@@ -90,10 +89,10 @@ def _watching(root: Path) -> Iterator[list[Event]]:
 
 
 def _tree(changes: list[Change], contents: dict[Path, bytes]) -> dict[Path, bytes | None]:
-    """What a disk with these changes holds; a folder has no bytes. ``contents``: of files, under their first names."""
+    """The tree of a disk after these changes; folders have no bytes. ``contents``: of files, by their first names."""
     tree: dict[Path, bytes | None] = {}
     for kind, path, to in changes:
-        if to is not None:  # also of a file whose first name was never on the disk
+        if to is not None:  # also if the first name of the file was never durable
             tree[to] = tree.pop(path, contents.get(path, b""))
         elif kind == "file":
             tree[path] = contents.get(path, b"")
@@ -105,7 +104,7 @@ def _tree(changes: list[Change], contents: dict[Path, bytes]) -> dict[Path, byte
 
 
 def _disks(events: list[Event]) -> Iterator[tuple[int, dict[Path, bytes | None]]]:
-    """What may be on the disk when the power fails after so many events."""
+    """All states that the disk may be in when the power fails after so many events."""
     done: list[Change] = []
     pending: list[Change] = []
     contents: dict[Path, bytes] = {}
@@ -129,10 +128,10 @@ def _disks(events: list[Event]) -> Iterator[tuple[int, dict[Path, bytes | None]]
 
 
 def _load(optimizer: zero.ZeroOptimizer, model: nn.Module, disk: dict[Path, bytes | None], root: Path, to: Path) -> int:
-    """The step that is found on ``disk``; 0: there is no checkpoint yet."""
+    """The step that is loaded from ``disk``; 0 if it has no checkpoint yet."""
     shutil.rmtree(to, ignore_errors=True)
     to.mkdir()
-    for path, data in sorted(disk.items()):  # folders before what is in them
+    for path, data in sorted(disk.items()):  # folders before their contents
         if all(parent in disk for parent in path.parents if root in parent.parents):
             target = to / path.relative_to(root)
             target.mkdir() if data is None else target.write_bytes(data)

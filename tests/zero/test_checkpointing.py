@@ -1,4 +1,4 @@
-"""``zero.checkpoint``: losses and gradients are those of the plain functions, bit for bit, wherever inputs rest."""
+"""``zero.checkpoint``: losses and gradients equal the plain functions' bit for bit, wherever inputs are stored."""
 
 # covers zero/_activations/checkpointer.py zero/_activations/usage.py zero/checkpointing.py
 
@@ -18,7 +18,7 @@ import zero
 from zcomm import ConfigError, StateError
 from zero._activations.checkpointer import flatten, is_movable
 from zero.checkpointing import ActivationMemory
-from zero.plan.formulas import Activations, Counts, Setup, usage_of
+from zero.plan.formulas import Activations, Counts, TrainingSetup, usage_of
 
 WIDTH, BATCH, NUM_LAYERS = 32, 16, 4
 NBYTES = 4 * WIDTH * BATCH
@@ -34,14 +34,14 @@ def _restored() -> Iterator[None]:
 
 
 class Pair(NamedTuple):
-    """A container of the user's own."""
+    """A container type of the user."""
 
     hidden: Tensor
     scale: Any
 
 
 class Layer(nn.Module):
-    """Dropout, and inputs of every kind."""
+    """Dropout, and inputs of every type."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Layer(nn.Module):
 
 
 class Net(nn.Module):
-    """Layers whose calls ``checkpoint`` makes; None: plain."""
+    """``checkpoint`` wraps the calls of its layers; None: they run plainly."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class Net(nn.Module):
 
 
 def _train(checkpoint: Checkpoint | None, dtype: torch.dtype = torch.float32, steps: int = 2) -> list[Tensor]:
-    """Losses, and the gradients of parameters and input, which adds up over the steps."""
+    """Losses, and the gradients of parameters and input, summed over the steps."""
     torch.manual_seed(0)
     net = Net().to(dtype)
     x = torch.randn(BATCH, WIDTH, dtype=dtype, requires_grad=True)
@@ -85,7 +85,7 @@ def _train(checkpoint: Checkpoint | None, dtype: torch.dtype = torch.float32, st
         loss.backward()
         losses.append(loss.detach())
     assert x.grad is not None
-    after = torch.rand(3)  # recomputation leaves the generator where it was
+    after = torch.rand(3)  # recomputation restores the generator
     return [*losses, x.grad, after, *(p.grad for p in net.parameters() if p.grad is not None)]
 
 
@@ -111,7 +111,7 @@ def test_every_combination_equals_the_plain_functions() -> None:
         assert zero.checkpointing.is_configured()
         _assert_equal(_train(zero.checkpoint, dtype), plain[dtype])
         memory = zero.checkpointing.memory()
-        assert (memory.device, memory.host, memory.files) == (0, 0, 0)  # all is freed
+        assert (memory.device, memory.host, memory.files) == (0, 0, 0)  # everything is freed
 
 
 def _memory_after(steps: int, **options: Any) -> ActivationMemory:
@@ -129,9 +129,9 @@ def test_inputs_rest_in_host_memory() -> None:
     shape = Activations(
         hidden=WIDTH, num_layers=9, batch=BATCH, sequence=1, is_checkpointed=True, num_checkpoints=NUM_LAYERS
     )
-    for place in ("device", "host", "nvme"):  # the estimate says what was measured
+    for place in ("device", "host", "nvme"):  # the estimate equals the measurement
         moved = replace(shape, on_host=place == "host", in_files=place == "nvme")
-        found = usage_of(Counts(numel=1), Setup(stage=0, param_nbytes=4), moved)
+        found = usage_of(Counts(numel=1), TrainingSetup(stage=0, param_nbytes=4), moved)
         assert [(u.place, u.nbytes) for u in found if u.kind == "activation checkpoints"] == [
             (place, on_host.peak_host)
         ]
@@ -147,7 +147,7 @@ def test_the_buffer_is_allocated_once(place: str, caplog: Any) -> None:
             assert first.num_allocations == later.num_allocations == in_first_step
             assert later.arena == (number or NUM_LAYERS) * NBYTES
         assert not caplog.records
-        once = 1 + (NUM_LAYERS - 3) + 1  # the buffer for three, each that did not fit, the buffer for all
+        once = 1 + (NUM_LAYERS - 3) + 1  # the first buffer, each that did not fit, the final buffer
         for steps in (1, 2, 5):
             caplog.clear()
             few = _memory_after(steps, num_checkpoints=3, **options)
@@ -161,7 +161,7 @@ def test_the_buffer_is_allocated_once(place: str, caplog: Any) -> None:
 
 
 def test_the_buffer_grows_to_what_a_step_needs(monkeypatch: Any) -> None:
-    """Checkpoints of several sizes: the first is the smallest; after the first step torch allocates none of them."""
+    """Checkpoints of several sizes, the smallest first: after the first step torch allocates none of them."""
     zero.checkpointing.configure(contiguous_checkpointing=True, num_checkpoints=3)
     weights = [nn.Parameter(torch.randn(n, n)) for n in (32, 48, 64)]
     asked: list[int] = []
@@ -177,7 +177,7 @@ def test_the_buffer_grows_to_what_a_step_needs(monkeypatch: Any) -> None:
         inputs = [torch.ones(8, w.shape[0]) * 0.1 for w in weights]
         losses = [zero.checkpoint(lambda x, w: (x @ w).sin().sum(), x, w) for x, w in zip(inputs, weights, strict=True)]
         sum(losses).backward()  # type: ignore[union-attr]
-    assert [n for n in asked if n] == []  # versions are watched by empty tensors
+    assert [n for n in asked if n] == []  # empty tensors track the versions
     assert zero.checkpointing.memory().arena == sum(4 * 8 * n for n in (32, 48, 64))
 
 
@@ -230,7 +230,7 @@ def test_backward_of_backward(place: str) -> None:
 def test_inputs_modified_in_place_are_found(options: dict[str, bool]) -> None:
     zero.checkpointing.configure(**options)
     weight = torch.randn(40, 40, requires_grad=True)
-    for shape in ((8, 40), (2, 40)):  # one that is moved, and one that is too small for it
+    for shape in ((8, 40), (2, 40)):  # one that is moved, and one that is too small to be moved
         x = torch.randn(shape)
         y = zero.checkpoint(_layer, x, weight)
         x.view(-1)[3:5].mul_(2)
@@ -305,7 +305,7 @@ def test_an_input_of_several_functions_is_kept_once() -> None:
     for _ in range(3):
         y = zero.checkpoint(lambda a, b: (a + b).sin(), y, bias)
     assert zero.checkpointing.memory().host == 4 * 4 * 8 * 40
-    bias.add_(1)  # other values now
+    bias.add_(1)  # now with other values
     z = zero.checkpoint(lambda a, b: (a + b).sin(), x * 1, bias)
     assert zero.checkpointing.memory().host == 6 * 4 * 8 * 40
     z.sum().backward()
@@ -390,9 +390,9 @@ def test_times_are_logged(caplog: Any) -> None:
 
 def test_the_device_is_waited_for_around_each_call_only_if_that_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
     counted = list[None]()
-    monkeypatch.setattr("zero._activations.call.synchronize", lambda: counted.append(None))
-    # Before and after each forward, and before each recomputation, which torch ends by an exception as soon as it has
-    # what backward needs.
+    monkeypatch.setattr("zero._activations.checkpointed_call.synchronize", lambda: counted.append(None))
+    # Before and after each forward, and before each recomputation: torch ends a recomputation by an exception once
+    # it has what backward needs.
     for is_set, number in ((False, 0), (True, 3 * NUM_LAYERS)):
         zero.checkpointing.configure(synchronize=is_set)
         counted.clear()

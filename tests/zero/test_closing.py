@@ -1,4 +1,4 @@
-"""What an engine and an optimizer make on a rank, threads and process groups, is gone once they are closed."""
+"""Closing an engine and an optimizer removes the threads and process groups that they made."""
 
 # covers zero/initialize.py
 
@@ -20,16 +20,18 @@ from tests.zero.models import batch, groups_of, loss_of, new_model
 from zcomm import StateError, Topology
 from zero import ZeroOptimizer, initialize
 
+SHARED_THREADS = ("zcomm-send", "zcomm-wait", "zcomm-drop")
+
 
 def _num_threads() -> int:
-    """Of this process, also those that are none of Python's.
+    """Threads of this process, including those that Python does not know.
 
-    The thread that waits for exchanges that somebody asks about is one for the process, and is started by the first
-    such question: on a slow machine that is in this test.
+    Those of tagged exchanges are shared by the process, and started when the first one needs them: on a slow machine
+    that happens in this test.
     """
-    waiting = sum(thread.name == "zcomm-wait" for thread in threading.enumerate())
-    assert waiting <= 1
-    return len(list(Path("/proc/self/task").iterdir())) - waiting
+    shared = [thread.name for thread in threading.enumerate() if thread.name in SHARED_THREADS]
+    assert len(shared) == len(set(shared))
+    return len(list(Path("/proc/self/task").iterdir())) - len(shared)
 
 
 def _groups() -> int:
@@ -56,7 +58,7 @@ def _check_nothing_stays(rank: int, is_beside_others: bool) -> None:  # noqa: FB
     if is_beside_others:
         ranks = device_mesh((2, 2), ("dp", "tp"))
     config = {"zero_optimization": {"stage": 3}, "zcomm": {"ranks_per_node": 1 if is_beside_others else 2}}
-    gc.collect()  # what tests before this one have left
+    gc.collect()  # left by earlier tests
     gc.disable()  # groups must not wait for it
     try:
         before, groups_before = _num_threads(), _groups()
@@ -65,8 +67,8 @@ def _check_nothing_stays(rank: int, is_beside_others: bool) -> None:  # noqa: FB
         assert _groups() == groups_before
         deadline = time.monotonic() + 5
         while _num_threads() > before and time.monotonic() < deadline:
-            time.sleep(0.02)  # threads end in their own time
-        assert _num_threads() <= before
+            time.sleep(0.02)  # threads end asynchronously
+        assert _num_threads() <= before, [thread.name for thread in threading.enumerate()]
     finally:
         gc.enable()
 
@@ -76,18 +78,49 @@ def test_no_thread_and_no_process_group_stays(*, is_beside_others: bool) -> None
     run_ranks(4, _check_nothing_stays, is_beside_others)
 
 
+def _check_number(rank: int) -> None:
+    """Stage 3 on 2 x 2 ranks: two groups besides the job's own, also for two optimizers whose backwards interleave."""
+    config = {"zero_optimization": {"stage": 3}, "zcomm": {"ranks_per_node": 2}}
+    before, threads = _groups(), _num_threads()
+    models = [new_model(), new_model(), new_model()]
+    first, second, alone = (
+        ZeroOptimizer(model, torch.optim.AdamW(groups_of(model), lr=1e-2), config=config) for model in models
+    )
+    made = _groups() - before  # fewer than 2 if another test has left a topology of these ranks open
+    assert made <= 2
+    for step in range(3):
+        # Reductions of one model while the other's parameters are gathered.
+        (loss_of(models[0], *batch(step, 0, rank)) + loss_of(models[1], *batch(step, 0, rank))).backward()
+        loss_of(models[2], *batch(step, 0, rank)).backward()
+        for optimizer in (second, alone, first):
+            optimizer.step()
+            optimizer.zero_grad()
+    assert _groups() == before + made
+    assert _num_threads() < threads + 2 * 3 + 12  # three for each group, and those of queues and the watch
+    found = [{name: value.clone() for name, value in model.state_dict().items()} for model in models]
+    for values in found[:2]:
+        assert all(torch.equal(values[name], expected) for name, expected in found[2].items())
+    for optimizer in (first, second, alone):
+        optimizer.close()
+    assert _groups() == before
+
+
+def test_optimizers_share_two_process_groups() -> None:
+    run_ranks(4, _check_number)
+
+
 def _check_groups_of_parts(rank: int) -> None:
-    """Ranks in different numbers of groups, and groups that come and go, get groups that work."""
-    logging = [dist.new_group([0]), dist.new_group([0, 1])]  # only in the first and the second rank
+    """Ranks in different numbers of groups, and groups that are made and closed in turn, get groups that work."""
+    logging = [dist.new_group([0]), dist.new_group([0, 1])]  # on the first and the second rank only
     halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     mine = halves[rank // 2]
     before = _groups()
     for _ in range(3):
         t = Topology(ranks_per_node=1, group=mine)
-        rows = [torch.zeros(1) for _ in range(2)]
-        dist.all_gather(rows, torch.tensor([float(rank)]), group=t.world.group)
-        assert [int(row) for row in rows] == [rank // 2 * 2, rank // 2 * 2 + 1]
-        assert [str(r) for r in dist.get_process_group_ranks(t.world.group)] == [str(int(r)) for r in rows]
+        rows = torch.zeros(2)
+        zcomm.all_gather_single(rows, torch.tensor([float(rank)]), t)
+        assert rows.tolist() == [rank // 2 * 2, rank // 2 * 2 + 1]
+        assert t.global_ranks == (rank // 2 * 2, rank // 2 * 2 + 1)
         t.close()
         with pytest.raises(StateError, match="Topology is closed"):
             zcomm.all_reduce(torch.zeros(1), group=t)

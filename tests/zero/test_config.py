@@ -1,4 +1,4 @@
-"""The configuration: every key checked, nothing ignored in silence, one definition behind all that describes it."""
+"""The configuration: every key is checked, none is ignored silently, and one definition generates all descriptions."""
 
 # covers zero/_config/batch.py zero/_config/explain.py zero/_config/json_schema.py zero/_config/keys.py
 
@@ -27,7 +27,7 @@ from zero._config import (
     resolve_config,
     solve_batch_sizes,
 )
-from zero._config.keys import definitions, section_type
+from zero._config.keys import definitions, section_type, unread_names
 from zero._optim.from_config import KNOWN, ON_HOST, build_optimizer
 from zero._optim.lr_schedulers import SCHEDULERS, build_scheduler
 from zero.cli import main
@@ -216,7 +216,7 @@ def test_a_misspelt_key_of_a_refused_section_is_found(section: str, misspelt: di
 
 def test_every_section_that_is_not_read_has_its_names() -> None:
     nested = [d for d in definitions(Config) if "dict" in str(d.kind) and not d.path.endswith(".params")]
-    assert not [d.path for d in nested if not d.key.names]
+    assert not [d.path for d in nested if d.name not in unread_names()]
     known = {"compression_training": {"row_pruning": {"different_groups": {"mine": {"params": {"dense_ratio": 1}}}}}}
     assert parse(known, "dict").given("compression_training")
 
@@ -230,7 +230,7 @@ def test_loco_is_refused_with_what_there_is_instead() -> None:
 
 
 def _accepts(schema: dict[str, Any], value: Any) -> bool:
-    """A validator for the parts of JSON schema that ours uses."""
+    """A validator for the parts of JSON schema that the library's schema uses."""
     if "anyOf" in schema:
         return any(_accepts(option, value) for option in schema["anyOf"])
     if "enum" in schema or "const" in schema:
@@ -311,12 +311,12 @@ def test_the_command_reports_errors(tmp_path: Path, capsys: Any) -> None:
 
 
 def _places() -> list[tuple[str, str]]:
-    """Every section with one of its keys at a time, also those of objects that nothing reads."""
+    """Every section, with one of its keys at a time, including objects that nothing reads."""
     found = []
     for definition in definitions(Config):
         section, _, name = definition.path.rpartition(".")
         found.append((section, name))
-        for known in definition.key.names:
+        for known in unread_names().get(definition.name, ()):
             inner, _, leaf = known.rpartition(".")
             found.append((f"{definition.path}.{inner}".rstrip("."), leaf))
     return found
@@ -346,7 +346,7 @@ def test_every_misspelled_key_is_named_with_its_section_and_the_nearest() -> Non
         near = re.search(r"did you mean '([\w.]+)'", str(caught.value))
         assert near is not None, (section, name)
         assert near[1].rpartition(".")[2] == name, (section, name)
-    for section in sections:  # and of sections with a good key and a bad one, the bad one
+    for section in sections:  # sections that have a valid and an invalid key: the invalid one
         with pytest.raises(ConfigError, match=r"unknown keys in dict: [\w.]*qqqqqq$"):
             parse(_within(section, {"qqqqqq": {}}), "dict")
 

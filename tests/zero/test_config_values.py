@@ -1,4 +1,4 @@
-"""Values that no key can hold, at every key: a working configuration or a ConfigError that names the key."""
+"""Invalid values at every key: each gives a working configuration or a ConfigError that names the key."""
 
 # covers zero/_config/key_support.py zero/_config/legacy.py zero/_config/optimizer_options.py
 
@@ -59,7 +59,7 @@ VALUES: dict[str, Any] = {
 
 
 def _known(schema: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Every path of the JSON schema, other names and old spellings included."""
+    """Every path of the JSON schema, including other names and old spellings."""
     for name, below in schema.get("properties", {}).items():
         yield (*path, name)
         for one in (below, *below.get("anyOf", ())):
@@ -171,7 +171,7 @@ def test_infinity_and_zero_are_taken_as_front_ends_write_them(tmp_path: Path) ->
             ramps[-1] += scheduler.get_last_lr()
             optimizer.step()
             scheduler.step()
-    assert ramps[0] == ramps[1]  # what DeepSpeed makes of it
+    assert ramps[0] == ramps[1]  # the value that DeepSpeed replaces it with
     assert ramps[0][-1] == 0.1
     with pytest.raises(ConfigError, match=r"steps_per_print must be an integer or .*: got -inf|must be an integer"):
         parse({"steps_per_print": -math.inf}, "dict")

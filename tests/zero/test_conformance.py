@@ -1,6 +1,6 @@
-"""Behaviours that users of DeepSpeed rely on, which no other test here asserts: steps, gradients, accumulation.
+"""DeepSpeed behaviours that no other test asserts: steps, gradients, accumulation.
 
-docs/conformance.md has the whole list, and which test covers what. The oracle is a single process, or arithmetic.
+docs/conformance.md has the full list, and the tests that cover it. The oracle is a single process, or arithmetic.
 """
 
 # covers zero/utils.py
@@ -53,7 +53,7 @@ class Eltwise(nn.Module):
 
 
 class Products(nn.Module):
-    """Three factors; gives its results as a dict, a list, or both."""
+    """Has three factors; returns its results as a dict, a list, or both."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,11 +68,9 @@ class Products(nn.Module):
 
 
 def _last(found: Any, form: str) -> Tensor:
-    result: Tensor = {
-        "dict": lambda: found["last"],
-        "list": lambda: found[0],
-        "both": lambda: found["all"][0][-1],
-    }[form]()
+    result: Tensor = {"dict": lambda: found["last"], "list": lambda: found[0], "both": lambda: found["all"][0][-1]}[
+        form
+    ]()
     return result
 
 
@@ -86,7 +84,7 @@ SWEPT: list[dict[str, Any]] = [
 
 
 def _check_analytic_values(rank: int, stage: int) -> None:
-    """Over ranks the mean of x is 2: the gradient of a factor is 2 times the product of the other two."""
+    """The mean of x over ranks is 2: the gradient of a factor is 2 times the product of the other two."""
     for options in SWEPT:
         for form in ("dict", "list", "both"):
             model = Products()
@@ -194,7 +192,7 @@ def test_no_parameter_stays_gathered_after_training_or_evaluation() -> None:
 
 
 def _check_deferred(rank: int, stage: int) -> None:
-    """Gradients of whole numbers: any order of sums is exact, so both ways have the same bits."""
+    """Gradients are whole numbers: sums are exact in any order, so both ways must agree in every bit."""
     results, calls = [], []
     for defers in (False, True):
         model = Products()
@@ -223,7 +221,7 @@ def test_reductions_that_are_put_off_are_fewer_and_have_the_same_bits(stage: int
 
 
 def _check_step_inside_no_sync(rank: int) -> None:
-    """Where DeepSpeed raises: the step averages what was held back, as outside."""
+    """DeepSpeed raises here; zero's step reduces the deferred gradients as it does outside of no_sync."""
     results = []
     for inside in (False, True):
         model = new_model()
@@ -296,7 +294,7 @@ def test_several_engines_share_a_loss(stage: int) -> None:
 
 
 def _check_unmanaged(rank: int, folder: str) -> None:
-    """Where the caller says what is a boundary: the bits of a boundary that is counted, wherever states rest."""
+    """Where the caller marks the boundaries: the bits are those of counted boundaries, wherever states are stored."""
     for device in ("none", "cpu", "nvme"):
         for stage in (2, 3) if device != "none" else (1, 2, 3):
             results = []
@@ -330,7 +328,7 @@ def test_unmanaged_accumulation_has_the_bits_of_managed_wherever_states_rest(tmp
 
 
 def _check_eager_save_and_load(rank: int, folder: str) -> None:
-    """Before the first step, and at once: what comes back trains as one that was never saved."""
+    """Save before the first step and load at once: training equals that of a run which was never saved."""
     plain = new_model()
     train_plain(plain, torch.optim.AdamW(groups_of(plain), lr=1e-2), world_size=2, steps=2)
     for stage in (1, 3):

@@ -1,11 +1,11 @@
-"""Models of transformers, each trained 5 steps on ranks: equal to the single process, at every stage and with ZeRO++.
+"""Models of transformers, trained 5 steps on ranks, equal a single process at every stage and with ZeRO++.
 
-Stages 1 to 3 sum the same numbers in another order: the oracle, plain float32 training in one process, is met to
-TOLERANCE of the update, and the stages among one another bit by bit. With ZeRO++ every step is checked from where the
-ranks stand: the weights that a forward sees are within half a scale of INT8 of the masters, and the update is the
-single process's gradient at those weights, within what the documents allow INT4 on its hops.
+Stages 1 to 3 sum the same numbers in another order: they must be within TOLERANCE of the update of the oracle, plain
+float32 training in one process, and equal each other in every bit. With ZeRO++ every step is checked against the ranks'
+current masters: the weights in a forward are within half a scale of INT8 of the masters, and the update is the single
+process's gradient at those weights, within the documented bounds of INT4 on its hops.
 
-Here three architectures on 2 ranks; ``-m long`` has all of them, on 2 nodes of 2 ranks.
+By default three architectures on 2 ranks; ``-m long`` has all of them, on 2 nodes of 2 ranks.
 """
 
 # covers zero/utils.py
@@ -27,10 +27,10 @@ from zero import utils
 
 STEPS, LEARNING_RATE = 5, 0.2
 TOLERANCE = 5e-6
-"""Of the update over all parameters as one vector, in float32; measured: 1e-7 to 5e-7."""
+"""Relative to the update over all parameters as one vector, in float32; measured: 1e-7 to 5e-7."""
 INT8_BLOCK, INT8_CODES, INT4_BLOCK, INT4_CODES = 256, 127, 128, 7
 ROUNDED_UP = 1.02
-"""Scales are bf16, rounded up: by 1/128 at most, and what they make of a first hop is the second's largest value."""
+"""Scales are bf16, rounded up by at most 1/128, so the second hop sees values larger by that factor."""
 IN_CI = ("GPT-2", "Mixtral", "ViT")
 
 
@@ -39,7 +39,7 @@ def _trainable(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _single_process(name: str, world_size: int) -> tuple[Tensor, dict[str, Tensor]]:
-    """The parameters before, as one vector, and after."""
+    """The parameters before and after the step, each as one vector."""
     plain = new_public(name)
     start = as_vector(_trainable(plain).values())
     optimizer = torch.optim.SGD(_trainable(plain).values(), lr=LEARNING_RATE, momentum=0.9)
@@ -76,7 +76,7 @@ def _check_stages(rank: int, names: list[str], world_size: int, ranks_per_node: 
 
 
 def _largest(values: Tensor, block: int) -> Tensor:
-    """For each element the largest magnitude in its block; blocks begin with the parameter."""
+    """For each element the largest magnitude in its block; each parameter starts a new block."""
     flat = values.detach().flatten().abs()
     padded = F.pad(flat, (0, -flat.numel() % block)).view(-1, block)
     return padded.amax(1, keepdim=True).expand(-1, block).flatten()[: flat.numel()].view(values.shape)
@@ -92,7 +92,7 @@ def _gradients(plain: nn.Module, weights: dict[str, Tensor], name: str, step: in
 
 
 def _check_step(before: Tensor, after: Tensor, of_ranks: list[Tensor], num_hops: int) -> float:
-    """That the masters' step is one along the mean gradient, within half a scale a hop; returns the largest error."""
+    """Check that the masters moved along the mean gradient, within half a scale per hop; return the largest error."""
     largest = torch.stack([_largest(gradient, INT4_BLOCK) for gradient in of_ranks]).mean(0)
     mean = torch.stack(of_ranks).double().mean(0)
     error = ((before - after).double() / LEARNING_RATE - mean).abs()

@@ -1,7 +1,4 @@
-"""Behaviours that users of DeepSpeed rely on, which no other test here asserts: how modules are made, and what they do.
-
-The oracle is the same model in a single process.
-"""
+"""DeepSpeed behaviours that no other test asserts: how modules are built, and what they do."""
 
 # covers zero/utils.py
 
@@ -24,7 +21,7 @@ WIDTH = 6
 
 
 class Scale(nn.Module):
-    """Gives its parameter away, in the form that was asked for."""
+    """Returns its parameter in the requested form."""
 
     def __init__(self, form: str) -> None:
         super().__init__()
@@ -60,7 +57,7 @@ class Ancestor(nn.Module):
 
 
 class Descendant(Ancestor):
-    """Its own layer comes after its ancestor's; and one that was skipped when it was built."""
+    """Its own layer is built after its ancestor's; a third one is built by skip_init."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,7 +73,7 @@ class Descendant(Ancestor):
 
 
 class Delegating(nn.Module):
-    """What it has not, its inner module has."""
+    """Looks attributes that it lacks up in its inner module."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -200,7 +197,7 @@ def test_functional_transforms_of_a_model(stage: int) -> None:
 
 
 def _check_secondary(rank: int, size: int) -> None:
-    """With a secondary partition one gather a step crosses nodes, in training, accumulation and evaluation alike."""
+    """With a secondary partition one gather per step crosses nodes, in training, accumulation and evaluation alike."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)).bfloat16()
     switches = {"quantized_weights": True, "quantized_gradients": True, "hpz_partition_size": size}

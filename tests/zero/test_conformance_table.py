@@ -1,4 +1,4 @@
-"""docs/conformance.md: every test it names exists, and nine tenths of its behaviours have one."""
+"""docs/conformance.md: every test that it names exists, and nine tenths of its behaviours have one."""
 
 # covers docs/conformance.md
 

@@ -1,6 +1,6 @@
-"""Copies between host memory and a GPU: on streams of their own, after what was computed, known to the allocator."""
+"""Copies between host memory and a GPU: on separate streams, ordered after computation, recorded with the allocator."""
 
-# covers zero/_activations/memory_storage.py zero/_storage/file_shard_storage.py zero/_storage/host_memory.py
+# covers zero/_activations/memory_storage.py zero/_storage/file_shard.py zero/_storage/host_memory.py
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tests.recorded_streams import DEVICE, Event, OnDevice, Recorded
 from zero._activations.memory_storage import Copies
-from zero._storage.file_shard_storage import FileShard
+from zero._storage.file_shard import FileShard
 from zero._storage.file_store import FileStore
 from zero._storage.host_memory import CopyStream, HostMemory
 from zero._storage.shard_storage import HostShard
@@ -22,7 +22,7 @@ from zero._storage.tier_settings import FileSettings
 
 
 class Target(Tensor):
-    """Says on which stream it is written, and whether the host would wait."""
+    """Records on which stream it is written, and whether the host would wait."""
 
     recorded: Recorded
 
@@ -33,7 +33,7 @@ class Target(Tensor):
 
 
 class Row(Target):
-    """The same, on the GPU."""
+    """The same on the GPU."""
 
     is_cuda = True
 
@@ -74,31 +74,31 @@ def test_parameters_come_to_the_device_beside_the_computation(recorded: Recorded
 
 
 def test_a_shard_in_host_memory_is_sent_from_its_row(recorded: Recorded) -> None:
-    """What an exchange sends is on the device: the row, filled, and not the shard."""
+    """An exchange must send the filled row on the device, and not the shard in host memory."""
     shard, row = torch.arange(8.0), torch.zeros(4)
     sent = HostShard(shard, CopyStream(torch.device("cpu"))).fetch(2, 6, row)
     assert sent is row
     assert row.tolist() == [2, 3, 4, 5]
-    rest, there = HostShard(shard, CopyStream(DEVICE)), _target(recorded)
-    with rest.on_stream():
-        assert rest.fetch(2, 6, there) is there
+    storage, there = HostShard(shard, CopyStream(DEVICE)), _target(recorded)
+    with storage.on_stream():
+        assert storage.fetch(2, 6, there) is there
     assert recorded.log == ["side1 after main", "copy on side1"]
 
 
 def test_a_buffer_of_a_file_is_used_again_once_its_copy_is_made(
     recorded: Recorded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a shard in a file, on its way to the device: not before, and not never."""
+    """A file's staging buffer is reused once its copy to the device is complete: not before, but then it is."""
     page, store = 4096, FileStore(tmp_path, files=FileSettings(), name="parameters", topology=None)
     staging = StagingBuffers(store, limit_nbytes=page)
     file = store.create("shard", page)
-    rest = FileShard(torch.empty(1).expand(4), file, [(0, 4)], staging, CopyStream(DEVICE))
+    storage = FileShard(torch.empty(1).expand(4), file, [(0, 4)], staging, CopyStream(DEVICE))
     used = []
     for has_passed in (True, True, False, False, True, True):
         monkeypatch.setattr(Event, "has_passed", has_passed)
         recorded.log.clear()
-        with rest.on_stream():
-            rest.fetch(0, 4, _target(recorded, Row))
+        with storage.on_stream():
+            storage.fetch(0, 4, _target(recorded, Row))
         assert recorded.log == ["side1 after main", "copy on side1", "event on side1"]
         used.append(staging.nbytes // page)
     assert used == [1, 1, 2, 3, 3, 3], "a buffer more for each copy that is not made yet"

@@ -1,4 +1,4 @@
-"""CPU optimizers: torch's own as the oracle, 16-bit parameters and moments, states, and what is refused."""
+"""CPU optimizers equal torch's: 16-bit parameters and moments, states, and refusals."""
 
 # covers zero/_model/cast.py zero/_optim/cpu_optimizer_base.py zero/_optim/cpu_optimizers.py zero/optimizer.py
 
@@ -100,7 +100,7 @@ def test_16_bit_parameters_are_the_rounding_of_a_float32_run(dtype: torch.dtype)
 
 
 def test_scaled_gradients_and_an_output_in_one_pass() -> None:
-    """What ZeRO does with a shard: the same bits as a division, a step and a cast of their own."""
+    """ZeRO updates a shard in one pass: the bits must be those of a separate division, step and cast."""
     torch.manual_seed(0)
     apart = torch.nn.Parameter(torch.randn(5000))
     fused = torch.nn.Parameter(apart.detach().clone())
@@ -120,7 +120,7 @@ def test_scaled_gradients_and_an_output_in_one_pass() -> None:
 
 
 def test_bfloat16_moments_train_as_well() -> None:
-    """A quadratic whose second moment changes by less than a bfloat16 step: rounding to nearest would not move it."""
+    """The second moment of a quadratic changes by less than a bfloat16 step: rounding to nearest would freeze it."""
     torch.manual_seed(0)
     target, start = torch.randn(4096), torch.zeros(4096)
     ends = {}
@@ -168,7 +168,7 @@ def test_a_restart_from_the_state_has_the_same_bits(moments: str) -> None:
 
 
 def test_steps_that_were_counted_in_a_plain_number_go_on_as_torchs() -> None:
-    """torch's optimizers before 1.12 saved the number of steps so: it is no tensor, and has no shape."""
+    """torch's optimizers before 1.12 saved the number of steps as a plain number, which has no shape."""
 
     def run(optimizer: Optimizer, p: Tensor, steps: range) -> None:
         for step in steps:
@@ -203,7 +203,7 @@ def test_moments_are_taken_over_in_the_dtype_of_here() -> None:
 
 
 def test_moments_of_another_size_are_refused() -> None:
-    """As records of int8 are, which earlier versions could save."""
+    """For example the int8 records that earlier versions could save."""
     p = torch.nn.Parameter(torch.zeros(300))
     optimizer = CPUAdam([p], 0.01)
     p.grad = torch.ones(300)
@@ -268,7 +268,7 @@ def test_what_is_refused() -> None:
     table.grad = torch.sparse_coo_tensor(torch.tensor([[0]]), torch.ones(1, 2), (3, 2), check_invariants=True)
     with pytest.raises(ConfigError, match="dense gradients"):
         optimizer.step()
-    assert torch.equal(good, torch.ones(4, 4))  # nothing is half done
+    assert torch.equal(good, torch.ones(4, 4))  # the failed step has changed nothing
 
 
 def test_it_works_under_zero() -> None:

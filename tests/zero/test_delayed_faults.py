@@ -1,4 +1,4 @@
-"""Updates that run during the next step, and are not made, or fail: on every rank, with nothing half done."""
+"""Delayed updates that are skipped or fail: the same on every rank, and never half applied."""
 
 # covers zero/optimizer.py
 
@@ -41,7 +41,7 @@ def test_a_skipped_step_begins_no_update() -> None:
 
 
 def _check_failure_in_files(rank: int, folder: str) -> None:
-    """The next step raises on every rank, before the update that failed; tried again, nothing is lost."""
+    """The next step raises on every rank, and state is that before the failed update; a retry loses nothing."""
     case = nvme(folder, stage=2, bf16={"enabled": True}, gradient_clipping=0.05)
     model = new_model()
     with zero_optimizer(model, zero.CPUAdam, lr=1e-2, **case) as optimizer:
@@ -50,7 +50,7 @@ def _check_failure_in_files(rank: int, folder: str) -> None:
         model = new_model()
         with zero_optimizer(model, zero.CPUAdam, lr=1e-2, **case) as optimizer:
             losses, store = train_late(model, optimizer, rank, range(1)), optimizer.parts.runtime.state_files.store
-            zero.utils.safe_get_full_fp32_param(model.head.weight)  # the first update is made
+            zero.utils.safe_get_full_fp32_param(model.head.weight)  # the first update is complete
             before, call = full_values(model), getattr(store, verb)
             if rank == LAST:
                 setattr(store, verb, Breaks(call, at, OSError(28, "no space", "disk")))
@@ -74,7 +74,7 @@ def test_an_update_of_files_that_failed_is_tried_again(tmp_path: Path) -> None:
 
 
 def _check_failure_in_memory(rank: int, folder: str) -> None:
-    """An update that is half made in memory is the last, on every rank; its files are before it, and can be loaded."""
+    """A failed update in memory makes the optimizer unusable on every rank; the files from before it can be loaded."""
     model = new_model()
     with zero_optimizer(model, zero.CPUAdam, lr=1e-2, stage=2, **CPU) as optimizer:
         train_late(model, optimizer, rank, range(2))
@@ -102,7 +102,7 @@ def _check_failure_in_memory(rank: int, folder: str) -> None:
         with pytest.raises(OSError, match="no space"):
             optimizer.finish_update()
         store.write = call
-        zero.load_checkpoint(optimizer, folder)  # gives up what failed
+        zero.load_checkpoint(optimizer, folder)  # drops the failed update
         assert train_late(model, optimizer, rank, range(2, 4)) == expected
 
 

@@ -1,7 +1,7 @@
-"""Updates that run during the next step: exactly one step late, whatever looks at the run or stops it.
+"""Delayed updates are exactly one step late, whatever reads, saves or stops the run.
 
-The oracle trains on one process, from the formula: gradients at the parameters after the update before the last, and a
-plain ``zero.CPUAdam`` over whole float32 masters.
+The oracle trains in one process by the formula: gradients at the parameters after the last update but one, and a plain
+``zero.CPUAdam`` over full float32 masters.
 """
 
 # covers zero/_optim/delayed_update.py zero/_optim/file_update.py zero/_optim/optimizer_clone.py
@@ -104,12 +104,12 @@ def _check_staleness(rank: int, tier: str, folder: str) -> None:
 
 @pytest.mark.parametrize("tier", ["cpu", "nvme"])
 def test_forward_reads_the_parameters_of_one_update_before(tier: str, tmp_path: Path) -> None:
-    """With updates that run as late as they can: after the next backward, and after the scheduler's next step."""
+    """Updates run as late as they can: after the next backward, and after the scheduler's next step."""
     run_ranks(2, _check_staleness, tier, str(tmp_path))
 
 
 def _check_torch(rank: int) -> None:
-    """torch.optim has the same delay, and keeps its step counts."""
+    """torch.optim optimizers have the same delay, and keep their step counts."""
     results = []
     for inner in (torch.optim.AdamW, zero.CPUAdam):
         model = new_model()
@@ -127,7 +127,7 @@ def test_torchs_optimizers_can_be_delayed() -> None:
 
 
 class Waiting(torch.optim.SGD):
-    """Its step waits, in a thread, until it is told to go on."""
+    """Its step waits in a thread until the event is set."""
 
     goes_on = threading.Event()
 
@@ -137,7 +137,7 @@ class Waiting(torch.optim.SGD):
 
 
 def test_a_rate_in_a_tensor_counts_as_it_was_when_the_step_was_decided() -> None:
-    """Schedulers write to such a rate in place, while the update has not run."""
+    """Schedulers write to such a rate in place before the delayed update has run."""
     model, rate = nn.Linear(4, 3, bias=False), torch.tensor(0.5)
     before = model.weight.detach().clone()
     Waiting.goes_on.set()
@@ -157,7 +157,7 @@ def test_a_rate_in_a_tensor_counts_as_it_was_when_the_step_was_decided() -> None
 
 
 def _check_fast_updates(rank: int) -> None:
-    """An update is made before the one before it is published: each has memory of its own."""
+    """An update is computed before the previous one is written back: each has memory of its own."""
     results = []
     for is_fast in (False, True):
         model = new_model()
@@ -179,8 +179,8 @@ def test_updates_may_overtake_the_publication_before() -> None:
     run_ranks(2, _check_fast_updates)
 
 
-def _look(model: nn.Module, optimizer: Any, folder: str, step: int) -> None:
-    """Everything that reads."""
+def _read_all(model: nn.Module, optimizer: Any, folder: str, step: int) -> None:
+    """Call everything that reads state."""
     weight = model.head.weight
     master = zero.utils.safe_get_full_fp32_param(weight)
     assert master is not None
@@ -219,7 +219,7 @@ def _check_resuming(rank: int, folder: str) -> None:
             if number == 1:
                 zero.save_checkpoint(optimizer, saved, "step2")
             else:
-                _look(model, optimizer, saved, 2)
+                _read_all(model, optimizer, saved, 2)
             state = copy.deepcopy(optimizer.state_dict())
             got += train_late(model, optimizer, rank, range(3, STEPS))
             assert got == expected, "looking at a run changes it"
@@ -235,12 +235,12 @@ def _check_resuming(rank: int, folder: str) -> None:
 
 
 def test_a_run_that_is_looked_at_saved_and_resumed_has_the_same_bits(tmp_path: Path) -> None:
-    """Resumed at another stage and tier, too; the reference was never looked at nor saved."""
+    """Resumed at another stage and tier, too; the reference run was never read or saved."""
     run_ranks(2, _check_resuming, str(tmp_path))
 
 
 def _changes(model: nn.Module, rank: int) -> Iterator[None]:
-    """Everything that changes masters or states, one after the other."""
+    """Call everything that changes masters or states, one after the other."""
     weight, whole = model.head.weight, full_values(model)
     value = torch.linspace(-1, 1, weight.numel()).view(weight.shape)
     yield zero.utils.safe_set_full_fp32_param(weight, value)
@@ -253,7 +253,7 @@ def _changes(model: nn.Module, rank: int) -> Iterator[None]:
 
 
 def _check_changes(rank: int) -> None:
-    """What is set while an update is under way stays, beside that update, and parameters are in line with masters."""
+    """Values set while an update is in flight are kept as well as the update, and parameters equal masters."""
     for stage in (2, 3):
         model = new_model()
         with zero_optimizer(model, zero.CPUAdam, lr=1e-2, stage=stage, bf16={"enabled": True}, **CPU) as optimizer:
@@ -277,13 +277,13 @@ def test_changes_publish_first() -> None:
 
 
 def _check_closing(rank: int) -> None:
-    """Closed with an update under way, the model has it, and a state dict that cannot have it says so."""
+    """Closing with an update in flight applies it to the model; a state dict that cannot include it raises."""
     kept = Messages()
     logging.getLogger("zero").addHandler(kept)
     for stage in (1, 2, 3):
         model, at_once = new_model(), new_model()
         options = {"stage": stage, "lr": 1e-2, "offload_optimizer": {"device": "cpu"}}
-        with zero_optimizer(at_once, zero.CPUAdam, **options) as optimizer:  # the first update is of the same gradients
+        with zero_optimizer(at_once, zero.CPUAdam, **options) as optimizer:  # the first update has the same gradients
             train_late(at_once, optimizer, rank, range(1))
             expected = full_values(at_once)
         with zero_optimizer(model, zero.CPUAdam, **options | CPU) as optimizer:

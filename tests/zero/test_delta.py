@@ -1,4 +1,4 @@
-"""``mode="delta"``, stages 1 and 2: plain training if nothing is rounded, and bit for bit the NumPy oracle's else."""
+"""``mode="delta"``, stages 1 and 2: equals plain training if nothing is rounded, and the NumPy oracle otherwise."""
 
 # covers zcomm/control.py zero/utils.py
 
@@ -29,7 +29,7 @@ MODE: dict[str, Any] = {"mode": "delta", "ranks_per_node": 2}
 
 
 def check_ranks_agree(optimizer: ZeroOptimizer) -> None:
-    """All ranks hold the same bits."""
+    """All ranks must hold the same bits."""
     full = torch.cat([b.full for b in optimizer.parts.runtime.buckets if b.full is not None])
     of_ranks = control.gather_float64(full.detach().double(), optimizer.topology)
     for values in of_ranks:
@@ -37,7 +37,7 @@ def check_ranks_agree(optimizer: ZeroOptimizer) -> None:
 
 
 def check_parameters_are_the_masters(model: nn.Module, *, are: bool = True) -> None:
-    """Parameters are the masters rounded once."""
+    """Parameters must be the masters, rounded once."""
     masters = {name: safe_get_full_fp32_param(param) for name, param in model.named_parameters()}
     same = [torch.equal(p, m.to(p.dtype)) for p, m in zip(model.parameters(), masters.values(), strict=True)]  # type: ignore[union-attr]
     assert all(same) is are
@@ -99,7 +99,7 @@ def test_it_is_plain_training_and_the_oracle() -> None:
 
 
 def _sent(rank: int, per_node: int, **options: Any) -> tuple[list[float], list[float], list[float]]:
-    """Bytes of parameters between nodes and inside them, of each step, in M = 2 bytes an element; what else crossed."""
+    """Bytes of parameters between and inside nodes per step, in units of 2 bytes per element; and other traffic."""
     torch.manual_seed(0)
     model = Aligned(frozen=4096).to(torch.bfloat16)
     trainable = [p for p in model.parameters() if p.requires_grad]
@@ -138,7 +138,7 @@ def test_bytes_between_nodes() -> None:
     run_ranks(4, _check_traffic)
 
 
-# Steps that are not taken, writes that are not a step's, and what is kept.
+# Skipped steps, writes outside of steps, and what is saved.
 
 
 def _everything(model: nn.Module, optimizer: ZeroOptimizer) -> dict[str, Tensor]:
@@ -167,7 +167,7 @@ def _check_skipped_and_unused(rank: int) -> None:
 
 
 def _check_writes(rank: int) -> None:
-    for dtype in (torch.bfloat16, torch.float32):  # where parameters are no masters, and where they would be
+    for dtype in (torch.bfloat16, torch.float32):  # without and with masters that parameters must follow
         model = new_model(dtype)
         with zero_optimizer(model, stage=2, **MODE) as optimizer:
             saved = copy.deepcopy(optimizer.state_dict())
@@ -184,7 +184,7 @@ def _check_writes(rank: int) -> None:
             check_parameters_are_the_masters(model)
             check_ranks_agree(optimizer)
             train(model, optimizer, rank, steps=1)
-            state = model.state_dict()  # what is saved are the masters, rounded
+            state = model.state_dict()  # masters are saved, not their rounding
             for name, param in model.named_parameters():
                 master = safe_get_full_fp32_param(param)
                 assert master is not None
@@ -195,7 +195,7 @@ def _check_writes(rank: int) -> None:
 
 
 def _check_debug(rank: int) -> None:
-    """Float32 parameters are no masters here, so values written to them would be lost: ZERO_DEBUG=1 says so."""
+    """float32 parameters are not masters here, so values written to them would be lost: ZERO_DEBUG=1 reports it."""
     with _debugging():
         model = new_model()
         with zero_optimizer(model, stage=1, **MODE) as optimizer:
@@ -264,7 +264,7 @@ def test_offloaded_states(tmp_path: Path) -> None:
 
 
 def _check_drift(rank: int) -> None:
-    """The distance of parameters from masters stays what it was, on the order of bfloat16's own rounding."""
+    """Parameters must not drift from the masters: their distance stays of the order of bfloat16's rounding."""
     model, distances = new_model(torch.bfloat16), []
     inner = torch.optim.AdamW(model.parameters(), lr=1e-3)
     with zero_optimizer(model, inner, stage=1, zero_quantized_gradients=True, **MODE) as optimizer:
@@ -292,9 +292,9 @@ def _check_refusals(rank: int) -> None:
         with pytest.raises(ConfigError, match=match):
             ZeroOptimizer(new_model(), torch.optim.SGD, **given)
     config = {"zero_optimization": {"stage": 2, "zero_quantized_weights": True}, "zcomm": {"mode": "delta"}}
-    for per_node, said in ((2, "changes of parameters as int4"), (4, "mode='delta' (one node")):
+    for per_node, described in ((2, "deltas of parameters as int4"), (4, "mode='delta' (one node")):
         optimizer = ZeroOptimizer(new_model(), torch.optim.SGD, lr=0.1, config=config, topology=topology(per_node))
-        assert said in str(optimizer.effective)
+        assert described in str(optimizer.effective)
         assert any("quantized_weights" in reason for reason in optimizer.effective.inactive) == (per_node == 2)
         optimizer.close()
 
@@ -304,7 +304,7 @@ def test_what_it_is_not_combined_with() -> None:
 
 
 def _check_memory(rank: int) -> None:
-    """This rank's shard, beside the full parameters."""
+    """The memory of this rank's shard, beside the full parameters."""
     for dtype in (torch.bfloat16, torch.float32):
         model = Aligned().to(dtype)
         numel = sum(p.numel() for p in model.parameters())

@@ -1,4 +1,4 @@
-"""``mode="delta_hpz"``: the same training without quantization, and bit for bit the NumPy oracle's with it."""
+"""``mode="delta_hpz"``: equals plain training without quantization, and the NumPy oracle's bits with it."""
 
 # covers zero/_config/delta_hpz_settings.py
 
@@ -42,7 +42,7 @@ def residuals_of(optimizer: ZeroOptimizer) -> Tensor:
 
 
 def check_nodes_agree(optimizer: ZeroOptimizer) -> None:
-    """The ranks of equal local rank hold the same bits."""
+    """Ranks with equal local rank must hold the same bits."""
     mine = replicas_of(optimizer).double()
     t = optimizer.topology
     of_ranks = control.gather_float64(mine, t).view(t.num_nodes, t.ranks_per_node, -1)
@@ -51,7 +51,7 @@ def check_nodes_agree(optimizer: ZeroOptimizer) -> None:
 
 
 def check_replicas_are_the_masters(optimizer: ZeroOptimizer, model: nn.Module) -> None:
-    """Replicas are the masters rounded once."""
+    """Replicas must be the masters, rounded once."""
     for (name, value), param in zip(full_values(model).items(), model.parameters(), strict=True):
         expected = safe_get_full_fp32_param(param)
         assert expected is not None
@@ -83,7 +83,7 @@ def _check_exact(rank: int, per_node: int) -> None:
 
 
 def _check_early_step(rank: int) -> None:
-    """Three backwards of a window of four, one within no_sync, and step(): what is left in the node is reduced then."""
+    """After three backwards of a window of four, one within no_sync, step() reduces the remaining node sums."""
     model, plain = new_model(), new_model()
     with zero_optimizer(
         model, stage=3, mode="delta_hpz", ranks_per_node=2, gradient_accumulation_steps=4, **EXACT
@@ -213,7 +213,7 @@ def test_replicas_and_residuals_are_the_oracles() -> None:
 
 
 class Aligned(nn.Module):
-    """Two matrices whose sizes leave no padding, and a large frozen one."""
+    """Two matrices whose sizes need no padding, and a large frozen one."""
 
     def __init__(self, frozen: int = 0) -> None:
         super().__init__()
@@ -228,7 +228,7 @@ class Aligned(nn.Module):
 
 
 def inter_node_units(optimizer: ZeroOptimizer, sent: zcomm.Traffic, numel: int) -> float:
-    """Bytes to other nodes, all ranks, over (nodes - 1), in M = 2 bytes an element."""
+    """Bytes to other nodes of all ranks, over (nodes - 1), in units of 2 bytes per element."""
     mine = torch.tensor([float(sent.bytes(link="inter"))])
     total = float(control.gather_float64(mine, optimizer.topology).sum())
     return total / max(optimizer.topology.num_nodes - 1, 1) / (2 * numel)
@@ -271,7 +271,7 @@ def test_bytes_between_nodes() -> None:
     run_ranks(4, _check_traffic)
 
 
-# Steps that are not taken, and writes that are not a step's.
+# Skipped steps, and writes outside of steps.
 
 
 def _check_skipped_steps(rank: int) -> None:
@@ -291,7 +291,7 @@ def _check_skipped_steps(rank: int) -> None:
         optimizer.zero_grad()
         assert torch.equal(residuals_of(optimizer), residuals)
         assert torch.equal(replicas_of(optimizer), replicas)
-        loss_of(model, *batch(8, 0, rank)).backward()  # a step that is given up
+        loss_of(model, *batch(8, 0, rank)).backward()  # an abandoned step
         optimizer.zero_grad()
         assert torch.equal(residuals_of(optimizer), residuals)
         train(model, optimizer, rank, steps=1, num_micro=2)  # at half the scale
@@ -321,7 +321,7 @@ def _check_writes(rank: int) -> None:
             safe_set_full_fp32_param(param, value * 1.1)
         check_replicas_are_the_masters(optimizer, model)
         train(model, optimizer, rank, steps=1)
-        state = model.state_dict()  # collective: what is saved are the masters, rounded
+        state = model.state_dict()  # collective; masters are saved, not their rounding
         if rank == 0:
             assert set(state) >= {name for name, _ in model.named_parameters()}
         for param, name in ((p, n) for n, p in model.named_parameters()):
@@ -339,7 +339,7 @@ def test_skipped_steps_and_writes() -> None:
 
 
 def _check_drift(rank: int) -> None:
-    """The distance of replicas from masters stays what it was, on the order of bfloat16's own rounding."""
+    """Replicas must not drift from the masters: their distance stays of the order of bfloat16's rounding."""
     model, distances = new_model(torch.bfloat16), []
     with zero_optimizer(
         model, torch.optim.AdamW(model.parameters(), lr=1e-3), stage=3, mode="delta_hpz", ranks_per_node=2
@@ -360,7 +360,7 @@ def test_replicas_do_not_drift() -> None:
     run_ranks(4, _check_drift)
 
 
-# What it is not combined with.
+# Refused combinations.
 
 
 def _check_refusals(rank: int) -> None:

@@ -1,4 +1,4 @@
-"""``mode="delta_hpz"``: what it keeps from step to step, in checkpoints, on other topologies, and beside offload."""
+"""``mode="delta_hpz"``: its state between steps, in checkpoints, on other topologies, and with offload."""
 
 # covers zero/_runtime/delta_hpz_state.py zero/_runtime/runtime.py
 
@@ -24,7 +24,7 @@ MODE: dict[str, Any] = {"stage": 3, "mode": "delta_hpz"}
 
 
 def _residual_sums(optimizer: zero.ZeroOptimizer) -> dict[str, Tensor]:
-    """The sum over all ranks of what is kept of each parameter, float64."""
+    """The sum of each parameter's residuals over all ranks, float64."""
     runtime, t, sums = optimizer.parts.runtime, optimizer.topology, dict[str, Tensor]()
     for grads in runtime.reducer.all:
         assert grads.node_sums is not None
@@ -115,7 +115,7 @@ def test_offloaded_states(tmp_path: Path) -> None:
 
 
 def _check_memory(rank: int) -> None:
-    """2 / L replica, 1 / L residual, and 4 / L sums with accumulation, bytes for each parameter."""
+    """Bytes per parameter: 2 / L replica, 1 / L residual, and 4 / L node sums with accumulation."""
     for num_micro in (1, 2):
         model = new_model(torch.bfloat16)
         with zero_optimizer(model, ranks_per_node=2, gradient_accumulation_steps=num_micro, **MODE) as optimizer:
@@ -128,7 +128,7 @@ def _check_memory(rank: int) -> None:
 
 
 def _check_grad_scaler(rank: int, num_micro: int) -> None:
-    """Scales are powers of two, so that they change no bit but where units are mixed up."""
+    """Scales are powers of two, so they change no bit unless scaled and unscaled values are mixed up."""
     ends = []
     for scaler in (None, torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)):
         model = new_model()
@@ -158,7 +158,7 @@ def test_under_torchs_grad_scaler_bits_are_those_without(num_micro: int) -> None
 
 
 def _check_given_up(rank: int) -> None:
-    """Neither in its sums, nor in the count of its backwards."""
+    """An abandoned step leaves nothing in the node sums, nor in the count of backwards."""
     values = []
     for gives_up in (False, True):
         model = new_model()

@@ -1,4 +1,4 @@
-"""Changes of models of which a step changes a part: adapters beside a frozen base (LoRA), and experts."""
+"""Deltas of models that change in part: adapters beside a frozen base (LoRA), and experts."""
 
 # covers zcomm/control.py zero/utils.py
 
@@ -24,7 +24,7 @@ CHANGES: tuple[dict[str, Any], ...] = (HPZ, {"stage": 2, "mode": "delta"})
 
 
 def _adapt(rank: int, model: nn.Module, steps: int, **options: Any) -> tuple[list[float], dict[str, Tensor]]:
-    """Train the adapters; bytes between nodes of each step, in M of what is trained, and the parameters then."""
+    """Train the adapters; return the inter-node bytes of each step per trained element, and the final parameters."""
     trained, units = sum(p.numel() for p in model.parameters() if p.requires_grad), []
     base = {name: p.detach().clone() for name, p in model.named_parameters() if not p.requires_grad}
     with zero_optimizer(model, lora._sgd(model), ranks_per_node=2, **options) as optimizer:
@@ -62,7 +62,7 @@ def test_a_frozen_base_is_never_sent() -> None:
 
 
 def _check_experts(rank: int) -> None:
-    """Each node asks for experts of its own, and nobody for the last."""
+    """Each node uses different experts, and no rank uses the last one."""
     plain = moe._new().float()
     reference = torch.optim.SGD(plain.parameters(), lr=0.5)
     for step in range(4):
@@ -86,7 +86,7 @@ def _check_experts(rank: int) -> None:
 
 
 def _check_idle_experts(rank: int) -> None:
-    """An expert that no rank has asked for in a step stays what it was in every node: its change is not sent."""
+    """An expert that no rank used in a step stays unchanged on every node, and its delta is not sent."""
     model = moe._new().bfloat16()
     inner = torch.optim.AdamW(model.parameters(), lr=1e-2)
     with zero_optimizer(model, inner, ranks_per_node=1, **HPZ) as optimizer:

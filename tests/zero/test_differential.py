@@ -1,9 +1,9 @@
-"""Every combination of the options that touch gradients, through both front ends, against single-process training.
+"""Every combination of the options that affect gradients, in both APIs, compared with single-process training.
 
-By default the cases in which any three options take every combination of their values; with ZERO_DIFFERENTIAL=full all
-of them, an hour; with ZERO_DIFFERENTIAL=2000:7 so many of them, drawn by the seed after the colon. The oracle is
-mixed-precision training as one would write it without ZeRO: float32 masters, cast by autograd, and the whole batch in
-one process. SGD is linear in the gradient: a gradient that is wrong by a factor, or lacks a micro-batch, shows in full.
+By default the cases cover all combinations of any three options; ZERO_DIFFERENTIAL=full runs all cases (an hour), and
+ZERO_DIFFERENTIAL=2000:7 so many of them, drawn with the seed after the colon. The oracle is mixed-precision training as
+one would write it without ZeRO: float32 masters, cast by autograd, and the whole batch in one process. SGD is linear in
+the gradient: a gradient with a wrong factor, or without a micro-batch, shows in full.
 """
 
 # covers zero/optimizer.py
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import zero
-from tests.conftest import SAID
+from tests.conftest import SUMMARY_LINE
 from tests.covering import covering_set, full_product
 from tests.ranks import run_ranks
 from tests.zero.models import as_vector, batch, loss_of, new_model
@@ -50,7 +50,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
 }
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 TOLERANCES = {"fp32": 1e-5, "bf16": 0.02, "fp16": 0.005}
-"""Of the update, over all parameters as one vector; one rounding to 16 bit is 0.004 and 0.0005."""
+"""Relative to the update over all parameters as one vector; one rounding to 16 bits is 0.004 or 0.0005."""
 LOSS_SCALE_POWER, STEPS = 10, 2
 ASKED = os.environ.get("ZERO_DIFFERENTIAL", "covering")
 NUM_POSSIBLE = len(full_product(FACTORS))
@@ -80,7 +80,7 @@ def _sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 class Masters(nn.Module):
-    """A model computed in another dtype than its parameters have."""
+    """Computes the model in another dtype than that of its parameters."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class Trained(NamedTuple):
 
 
 def _error(got: Tensor, expected: Trained, dtype: torch.dtype) -> float:
-    """How far ``got``, rounded to ``dtype``, is from ``expected`` beyond its rounding, relative to the whole update."""
+    """The error of ``got`` beyond its rounding to ``dtype``, relative to the whole update."""
     rounding = got.abs() * (torch.finfo(dtype).eps / 2 if dtype != torch.float32 else 0.0)
     excess = torch.relu((got - expected.end).abs() - rounding)
     return (excess.norm() / (expected.end - expected.start).norm()).item()
@@ -110,9 +110,9 @@ def _error(got: Tensor, expected: Trained, dtype: torch.dtype) -> float:
 def _oracle(
     precision: str, model: str, num_micro: int, max_norm: float | None, world_size: int, defect: str = ""
 ) -> tuple[Trained, list[float]]:
-    """The parameters before and after training, and the norms before clipping. ``defect``: what is done wrongly."""
+    """The parameters before and after training, and the norms before clipping. ``defect`` names an error to make."""
     plain = new_model(torch.float32, **MODELS[model])
-    for param in plain.parameters():  # begin where a 16-bit model begins
+    for param in plain.parameters():  # start where a 16-bit model starts
         param.data = param.data.to(DTYPES[precision]).float()
     start, norms = as_vector(plain.parameters()), []
     masters, optimizer = Masters(plain, DTYPES[precision]), _sgd(plain)
@@ -133,7 +133,7 @@ def _oracle(
 
 
 def _options(case: dict[str, Any]) -> dict[str, Any]:
-    """The keys of the configuration, and keywords of ZeroOptimizer just the same."""
+    """The keys of the configuration, which are also keyword arguments of ZeroOptimizer."""
     options: dict[str, Any] = {"gradient_accumulation_steps": case["num_micro"]}
     if case["precision"] == "fp16":
         options["fp16"] = {"enabled": True, "initial_scale_power": LOSS_SCALE_POWER}
@@ -193,7 +193,7 @@ def test_equals_single_process(case: dict[str, Any]) -> None:
 @pytest.mark.parametrize("defect", ["a micro-batch is lost", "a rank is lost", "no clipping"])
 @pytest.mark.parametrize("precision", list(TOLERANCES))
 def test_the_comparison_finds(precision: str, defect: str) -> None:
-    """What is wrong by one of 3 micro-batches, one of 4 ranks, or clipping is off by four tolerances and more."""
+    """A lost micro-batch (of 3), a lost rank (of 4) or wrong clipping exceeds the tolerance fourfold or more."""
     for model in MODELS:
         right, _ = _oracle(precision, model, 3, 0.2, 4)
         wrong, _ = _oracle(precision, model, 3, 0.2, 4, defect)
@@ -204,11 +204,11 @@ def test_the_comparison_finds(precision: str, defect: str) -> None:
 @pytest.mark.skipif(ASKED != "covering", reason=f"ZERO_DIFFERENTIAL={ASKED}: not the covering set")
 def test_every_three_options_meet_in_every_way() -> None:
     for names in itertools.combinations(FACTORS, 3):
-        met = {tuple(case[name] for name in names) for case in CASES}
-        assert len(met) == math.prod(len(FACTORS[name]) for name in names), names
+        tried = {tuple(case[name] for name in names) for case in CASES}
+        assert len(tried) == math.prod(len(FACTORS[name]) for name in names), names
 
 
 def test_no_case_was_left_out(request: pytest.FixtureRequest, record_property: Callable[[str, object], None]) -> None:
     of_this_file = [item.name for item in request.session.items if item.path == request.path]
     assert len(RAN) == sum(name.startswith("test_equals_single_process") for name in of_this_file)
-    record_property(SAID, f"differential suite: {len(RAN)} cases run of {len(CASES)}; there are {NUM_POSSIBLE}")
+    record_property(SUMMARY_LINE, f"differential suite: {len(RAN)} cases run of {len(CASES)}; there are {NUM_POSSIBLE}")

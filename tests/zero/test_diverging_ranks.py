@@ -1,4 +1,4 @@
-"""A rank that alone leaves the order that all have recorded: one named error on every rank within seconds."""
+"""A rank that alone leaves the recorded order: one named error on every rank within seconds."""
 
 # covers zero/_ranks/distributed.py
 
@@ -41,7 +41,7 @@ def _step(model: nn.Module, optimizer: ZeroOptimizer) -> None:
 
 
 def _raises_soon(message: str, call: Callable[[], object]) -> None:
-    """``call`` raises, and all ranks have got so far within 10 seconds, in time to go on with it."""
+    """``call`` must raise, and all ranks must get there within 10 seconds and be able to continue."""
     start = time.perf_counter()
     with pytest.raises(DivergedError, match=message):
         call()
@@ -50,7 +50,7 @@ def _raises_soon(message: str, call: Callable[[], object]) -> None:
 
 @contextmanager
 def _watched(ranks_per_node: int, period_s: float) -> Iterator[DeadlockWatch]:
-    """The watch of this pool's topology, which other tests use after this one, looks more often inside."""
+    """Make the deadlock watch of this pool's topology sample more often; later tests use the same topology."""
     watch = topology(ranks_per_node).watch
     watch.period_s, usual = period_s, watch.period_s
     try:
@@ -60,7 +60,7 @@ def _watched(ranks_per_node: int, period_s: float) -> Iterator[DeadlockWatch]:
 
 
 def _check_leaving(rank: int, options: dict[str, Any]) -> None:
-    """Rank 1 leaves the order in several ways, one after the other; in between all train on."""
+    """Rank 1 leaves the order in several ways, one after the other; all ranks train in between."""
     torch.manual_seed(0)
     model = Layers()
     sgd = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -94,7 +94,7 @@ def test_a_rank_that_leaves_alone_is_a_named_error_on_all(world_size: int, optio
 
 
 def _check_other_modes(rank: int) -> None:
-    """One rank evaluates while the others train, ends a step early, or fails while it holds parameters."""
+    """One rank evaluates while the others train, ends a step early, or fails while it holds full parameters."""
     torch.manual_seed(0)
     model = Layers()
     sgd = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -142,7 +142,7 @@ def test_ranks_in_different_phases_are_a_named_error_on_all() -> None:
 
 
 def _check_slow_rank(rank: int) -> None:
-    """A rank that is only late diverges from nobody, however long the others wait."""
+    """A straggler is never taken for a diverged rank, however long the others wait."""
     torch.manual_seed(0)
     model = Layers()
     sgd = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -188,7 +188,7 @@ def test_a_rank_whose_thread_computes_is_waited_for() -> None:
 
 
 def _check_reused_ident(rank: int) -> None:
-    """A thread gathers and ends; another, which makes no exchange, gets its ident and computes for ever."""
+    """A thread gathers and ends; a new thread gets its ident and computes on: the watch must tell them apart."""
     t, end = topology(2), threading.Event()
 
     def gathers() -> None:

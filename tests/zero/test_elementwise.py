@@ -1,4 +1,4 @@
-"""Which optimizers are accepted: couplings that are found, and what is no coupling."""
+"""Which optimizers are accepted: elements or tensors that affect each other are found, others pass."""
 
 # covers zero/_optim/elementwise_check.py zero/_optim/lion.py
 
@@ -63,14 +63,14 @@ class ByNormOfAll(Changing):
 
 
 class Clipped(Changing):
-    """Only gradients that are large altogether."""
+    """Changes gradients only if their common norm is large."""
 
     def change(self, grad: Tensor, param: Tensor, group: dict[str, Any], grads: dict[Tensor, Tensor]) -> Tensor:
         return grad * min(1.0, 1e4 / float(torch.stack([g.norm() for g in grads.values()]).norm()))
 
 
 class Raised(Changing):
-    """Only gradients that are small altogether."""
+    """Changes gradients only if their common norm is small."""
 
     def change(self, grad: Tensor, param: Tensor, group: dict[str, Any], grads: dict[Tensor, Tensor]) -> Tensor:
         return grad * max(1.0, 1e-1 / float(grad.norm() + 1e-12))
@@ -87,7 +87,7 @@ class BySize(Changing):
 
 
 class ByOtherGroups(Changing):
-    """Tensors of a group do not see one another."""
+    """The tensors of a group do not affect each other."""
 
     def change(self, grad: Tensor, param: Tensor, group: dict[str, Any], grads: dict[Tensor, Tensor]) -> Tensor:
         others = [p for other in self.param_groups if other is not group for p in other["params"] if p in grads]
@@ -100,7 +100,7 @@ class ByNumberOfTensors(Changing):
 
 
 class Factored(Changing):
-    """Of matrices whose sides are at least 128."""
+    """Factors matrices whose sides are at least 128."""
 
     def change(self, grad: Tensor, param: Tensor, group: dict[str, Any], grads: dict[Tensor, Tensor]) -> Tensor:
         if grad.ndim == 2 and min(grad.shape) >= group.get("min_dim_size_to_factor", 128):
@@ -130,7 +130,7 @@ class MeanMomentum(Changing):
 
 
 class Whitened(Changing):
-    """By a matrix over all elements of a tensor."""
+    """Multiplies by a matrix over all elements of a tensor."""
 
     largest = 0
 
@@ -142,7 +142,7 @@ class Whitened(Changing):
 
 
 class Late(Changing):
-    """Coupled after some steps, which ``counter`` counts."""
+    """Couples elements after some steps, which ``counter`` counts."""
 
     def change(self, grad: Tensor, param: Tensor, group: dict[str, Any], grads: dict[Tensor, Tensor]) -> Tensor:
         state = self.state[param]
@@ -162,14 +162,14 @@ class Noisy(Changing):
 
 
 class Coin(Changing):
-    """Of Python's generator: one for all elements of a rank, another on the next rank."""
+    """Draws from Python's generator: one number for all elements of a rank, another on the next rank."""
 
     def change(self, grad: Tensor, param: Tensor, group: dict[str, Any], grads: dict[Tensor, Tensor]) -> Tensor:
         return grad * random.random()
 
 
 class Replacing(Changing):
-    """The parameter's memory, of which a master is a view."""
+    """Replaces the parameter's memory, of which a master is a view."""
 
     def change(self, grad: Tensor, param: Tensor, group: dict[str, Any], grads: dict[Tensor, Tensor]) -> Tensor:
         param.data = param - group["lr"] * grad
@@ -196,7 +196,7 @@ class WithAttribute(Changing):
 
 
 class Wrapper(Optimizer):
-    """State of its own, and none of that which it wraps."""
+    """Has state of its own, and none of the optimizer that it wraps."""
 
     def __init__(self, base: Optimizer) -> None:
         super().__init__(base.param_groups, dict(base.defaults))
@@ -234,7 +234,7 @@ COUPLED: dict[str, tuple[type[Changing], dict[str, Any], str]] = {
 
 
 def _two_groups(cls: type[Changing], settings: dict[str, Any], *, is_first: bool) -> Optimizer:
-    """One of two groups has the coupling switched on."""
+    """Only one of two groups has the coupling."""
     model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 6))
     groups = [
         {"params": list(part.parameters()), "is_on": on} for part, on in zip(model, (is_first, True), strict=True)
@@ -256,7 +256,7 @@ def test_a_coupling_is_found_in_whatever_group(name: str, is_first: bool) -> Non
 def test_one_of_many_groups_is_tried_beside_others_in_little_memory(
     cls: type[Changing], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each group has settings of its own."""
+    """The trial of one of many groups, each with its own settings, must not take memory for all of them."""
     sizes, randn = [], torch.randn
     monkeypatch.setattr(torch, "randn", lambda numel, **options: sizes.append(numel) or randn(numel, **options))
     for place in (3, 16, 39):
@@ -268,7 +268,7 @@ def test_one_of_many_groups_is_tried_beside_others_in_little_memory(
 
 
 def test_what_would_take_hours_for_a_large_tensor_is_found_with_small_ones() -> None:
-    """As Shampoo does, of whose 16,900 elements a matrix has 2 GB."""
+    """Like Shampoo, which needs a matrix of 2 GB for 16,900 elements."""
     with pytest.raises(ConfigError, match="depends on other elements"):
         check_elementwise(_two_groups(Whitened, {}, is_first=True), {}, CPU)
     assert 0 < Whitened.largest < 1000
@@ -283,7 +283,7 @@ def test_a_class_is_tried_as_an_instance_is(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(OF_TORCH))
 def test_torchs_own(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tried, also where they are known otherwise. test_optimizer.py and tools/optimizers.py train those accepted."""
+    """Tried even where the class is known. test_optimizer.py and tools/optimizers.py train the accepted ones."""
     monkeypatch.setattr(elementwise_check, "KNOWN", frozenset())
     model = nn.Linear(3, 2, bias=False)
     for optimizer, options in ((OF_TORCH[name](model.parameters(), lr=0.1), {}), (OF_TORCH[name], {"lr": 0.1})):
@@ -311,7 +311,7 @@ def _by_norm(optimizer: Optimizer, *_: Any) -> None:
 
 
 class ByNorm(SGD):
-    """A subclass of what is known."""
+    """A subclass of a known optimizer."""
 
     def step(self, closure: Any = None) -> None:
         _by_norm(self)
@@ -338,7 +338,7 @@ def test_a_wrapper_is_refused() -> None:
 
 
 class ByPastCalls(Changing):
-    """Elementwise, with what a trial must leave as it is."""
+    """Elementwise; its trial must leave the count of calls unchanged."""
 
     def __init__(self, params: Iterable[Any], **settings: Any) -> None:
         super().__init__(params, **settings)
@@ -367,7 +367,7 @@ def test_a_trial_leaves_everything_as_it_was() -> None:
 
 
 class Remembering(Adagrad):
-    """More is needed to build it than parameter groups."""
+    """Cannot be constructed from parameter groups alone."""
 
     def __init__(self, name: str, params: Iterable[Any]) -> None:
         super().__init__(params, lr=0.1)
@@ -382,7 +382,7 @@ def test_state_of_steps_is_told_from_a_constructors() -> None:
     stepped = Adagrad(model.parameters(), lr=0.1)
     for param in model.parameters():
         param.grad = torch.zeros_like(param)
-    stepped.step()  # nothing has moved, but steps are counted
+    stepped.step()  # no parameter has moved, but steps are counted
     with pytest.raises(StateError, match=r"Adagrad has state .* its constructor makes another"):
         zero.ZeroOptimizer(model, stepped)
     with pytest.raises(StateError, match=r"Remembering has state .* cannot be checked"):
@@ -390,7 +390,7 @@ def test_state_of_steps_is_told_from_a_constructors() -> None:
 
 
 def _check_instance(rank: int, kind: str, stage: int) -> None:
-    """State that a constructor has made, float64, against one process; through the JSON as well."""
+    """State that a constructor makes, float64, compared with one process; through the JSON as well."""
     model, plain = new_model(torch.float64), new_model(torch.float64)
     cls, options = (Adagrad, {"initial_accumulator_value": 0.3}) if kind == "Adagrad" else (zero.Lion, {})
     train_plain(plain, cls(groups_of(plain), lr=1e-2, **options), world_size=2, steps=4)

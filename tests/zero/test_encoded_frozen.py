@@ -1,4 +1,4 @@
-"""Frozen weights at rest as INT8: their memory, their bytes on the way, and what training makes of them."""
+"""Frozen weights stored as INT8: their memory, the bytes sent, and the effect on training."""
 
 # covers zero/optimizer.py
 
@@ -21,7 +21,7 @@ WIDTH, RANK = 256, 4
 
 
 class Adapted(nn.Module):
-    """A frozen layer, and a trainable change of low rank, as LoRA has them."""
+    """A frozen layer with a trainable low-rank change, as in LoRA."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ def _sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def _largest_error(values: Tensor) -> float:
-    """What blocks of INT8 may lose: half a scale, which is rounded up to 8 bits; and rounding to bfloat16."""
+    """The error bound of INT8 blocks: half a scale, which is rounded up to 8 bits; plus rounding to bfloat16."""
     return float(values.abs().max()) * ((1 + 2**-7) / 127 / 2 + 2**-8)
 
 
@@ -81,7 +81,7 @@ def _check(rank: int, world_size: int, dtype: torch.dtype, options: dict[str, ob
                 sgd.step()
                 sgd.zero_grad()
         gathered = sent.bytes(format="int8")
-        # Forward and backward, in each step; the node's copies of what never changes stay valid.
+        # Forward and backward of each step gather; frozen weights never change, so the node's copies stay valid.
         num_gathers = 0 if "zero_hpz_partition_size" in options else 2 * 3
         expected = num_gathers * held * (world_size - 1)
         assert 0.8 * expected <= gathered <= 1.01 * expected, gathered / expected
@@ -102,7 +102,7 @@ def _assert_same_everywhere(values: dict[str, Tensor]) -> None:
 
 
 def _check_changes(model: nn.Module, name: str, before: dict[str, Tensor]) -> None:
-    """What somebody writes is rounded as at the start; the rest keeps its bits."""
+    """Values written by a user are rounded as at the start; all others keep their bits."""
     param = dict(model.named_parameters())[name]
     with GatheredParameters(param, modifier_rank=1):
         if torch.distributed.get_rank() == 1:
@@ -130,7 +130,7 @@ def test_frozen_weights_rest_and_travel_as_int8(
 
 
 def _check_checkpoint(rank: int, folder: Path) -> None:
-    """Saved as they are; loaded into a model with the same base they are the same bits, else within a rounding."""
+    """Stored encoded; loading into a model with the same base gives the same bits, otherwise within one rounding."""
     values = {}
     for seed in (0, 0, 1):
         model = _model(torch.bfloat16, seed)

@@ -1,4 +1,4 @@
-"""zero.estimate against what is allocated, and against figures of the papers worked out by hand."""
+"""zero.estimate compared with allocated memory, and with the papers' figures worked out by hand."""
 
 # covers zero/_storage/parameter_storage.py zero/plan/estimate.py zero/plan/formulas.py
 
@@ -19,13 +19,13 @@ from tests.zero.training import zero_optimizer
 from zcomm import ConfigError
 from zero.cli import main
 from zero.plan.estimate import TIERS
-from zero.plan.formulas import Activations, Counts, Setup, usage_of
+from zero.plan.formulas import Activations, Counts, TrainingSetup, usage_of
 
 WIDTH, DEPTH = 256, 6
 
 
 class Layered(nn.Module):
-    """Equal layers that are gathered one by one; some of them may be frozen."""
+    """Equal layers that are gathered one by one; some may be frozen."""
 
     def __init__(self, *, has_frozen: bool = False) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ def test_estimate_is_what_is_allocated(world_size: int) -> None:
 
 
 def _check_persistent(rank: int) -> None:
-    """What is gathered for a while is in the pool, and no persistent parameter."""
+    """Parameters gathered temporarily belong to the pool, not to the persistent parameters."""
     model = Layered()
     small = sum(p.numel() * p.element_size() for p in model.parameters() if p.numel() <= WIDTH)
     with zero_optimizer(model, stage=3, stage3_param_persistence_threshold=WIDTH + 1) as optimizer:
@@ -107,7 +107,7 @@ PAPER = Counts(numel=7_500_000_000, largest_unit=50_000_000)
 )
 def test_model_states_are_those_of_the_paper(stage: int, num_nodes: int, gigabytes: float) -> None:
     """ZeRO, figure 1 and table 1: 7.5 G parameters in 16 bit, gradients too, 8 ranks a node."""
-    setup = Setup(stage=stage, num_nodes=num_nodes, ranks_per_node=8, gradient_nbytes=2)
+    setup = TrainingSetup(stage=stage, num_nodes=num_nodes, ranks_per_node=8, gradient_nbytes=2)
     states = {u.kind: u.nbytes for u in usage_of(PAPER, setup)}
     found = sum(states[kind] for kind in ("parameters", "gradients", "states")) / 1e9
     assert found == pytest.approx(gigabytes, abs=0.05)
@@ -133,15 +133,15 @@ TOKENS = 2 * 1024 * 4 * 512  # bytes of one layer's input in 16 bit
 )
 def test_activations(more: dict[str, Any], expected: dict[tuple[str, str], float]) -> None:
     shape = Activations(hidden=1024, num_layers=16, batch=4, sequence=512, **more)
-    found = usage_of(PAPER, Setup(stage=3), shape)
+    found = usage_of(PAPER, TrainingSetup(stage=3), shape)
     assert {(u.kind, u.place): u.nbytes for u in found if u.kind.startswith("activation")} == expected
 
 
 def test_tiers_move_what_they_name() -> None:
-    """Worked out by hand: 7.5 G parameters over 8 ranks, 16 bit, Adam; 4 bytes of a gradient on the device."""
+    """By hand: 7.5 G parameters over 8 ranks, 16 bits, Adam; 4 bytes of each gradient on the device."""
     gigabytes: dict[str, dict[tuple[str, str], float]] = {}
     for name, tier in TIERS.items():
-        setup = Setup(stage=3, num_nodes=2, ranks_per_node=4, sent_nbytes=2, tier=tier)
+        setup = TrainingSetup(stage=3, num_nodes=2, ranks_per_node=4, sent_nbytes=2, tier=tier)
         states = [u for u in usage_of(PAPER, setup) if u.kind in ("parameters", "gradients", "states")]
         gigabytes[name] = {(u.kind, u.place): u.nbytes / 1e9 for u in states}
         assert all(u.is_pinned == (u.place == "host") for u in states)
@@ -157,7 +157,7 @@ def test_tiers_move_what_they_name() -> None:
 
 
 def _with_tiers(config: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """``config`` with the folder where it asks for NVMe."""
+    """``config`` with the NVMe folder filled in."""
     section = {
         key: value | {"nvme_path": str(folder)} if isinstance(value, dict) and value.get("device") == "nvme" else value
         for key, value in config["zero_optimization"].items()
@@ -214,7 +214,7 @@ def _check_tiers(rank: int, folder: Path) -> None:
         in_places: dict[tuple[str, str], float] = {}
         for usage in found.usage():
             kind, place = usage.kind, usage.place
-            if kind == "frozen as INT8":  # on the device, which is the host's memory here
+            if kind == "frozen as INT8":  # on the device, whose memory is the host's here
                 kind, place = "parameters", "device"
             in_places[kind, place] = in_places.get((kind, place), 0) + usage.nbytes
         case = (config, in_places, report)
@@ -229,7 +229,7 @@ def _check_tiers(rank: int, folder: Path) -> None:
         delayed = sum(report.buffers[f"{kind} of a delayed update"] for kind in ("parameters", "gradients"))
         assert in_places.get(("delayed update", "host"), 0) == pytest.approx(delayed, rel=0.01), case
         # Not closer: below stage 3 layers share a bucket of up to merged_numel elements, and fill 3/4 of it here; and
-        # how many buffers of gradients are under way at a time depends on the disk.
+        # how many gradient buffers are in flight at a time depends on the disk.
         buffers = sum(report.buffers[f"{kind} on their way"] for kind in ("parameters", "states", "gradients"))
         assert in_places.get(("NVMe buffers", "host"), 0) == pytest.approx(buffers, rel=0.5, abs=2e5), case
 
@@ -239,7 +239,7 @@ def test_estimated_tiers_are_what_is_allocated(tmp_path: Path) -> None:
 
 
 def test_tutorial_configurations_are_estimated(capsys: pytest.CaptureFixture[str]) -> None:
-    """Offload and checkpointing count although this version refuses to run some of them."""
+    """Offload and checkpointing are counted even in configurations that this version refuses to run."""
     cases = {"zero_infinity": (3, "nvme"), "zero_offload": (3, "cpu"), "zeropp": (3, "device")}
     for name, (stage, tier) in cases.items():
         found = zero.estimate(Layered().to("meta"), CONFIGS[name], 2, 2, activations=SHAPE)

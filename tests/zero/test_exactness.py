@@ -1,4 +1,4 @@
-"""Stages 0 to 3, unquantized, against plain single-process training on the concatenated batch.
+"""Stages 0 to 3, unquantized, equal plain single-process training on the concatenated batch.
 
 Through ZeroOptimizer on topologies that tests share, and through ``zero.initialize``, which makes its own.
 """
@@ -38,7 +38,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 @cache
 def _oracle(name: str, dtype: torch.dtype, world_size: int, steps: int) -> tuple[dict[str, Any], list[float]]:
-    """Parameters and norms, once on each rank for all stages."""
+    """Parameters and norms, computed once per rank for all stages."""
     case = CASES[name]
     model = new_model(dtype, **case.get("model", {}))
     loop = {key: case[key] for key in ("num_micro", "max_norm") if key in case}

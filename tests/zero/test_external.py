@@ -1,6 +1,6 @@
-"""Parameters used outside the module that owns them, declared and not: equal to a single process.
+"""Parameters used outside the module that owns them, declared and undeclared: equal to a single process.
 
-The three cases of Megatron: a word embedding that serves the logits, a bias that a submodule returns, and two of them.
+Megatron's three cases: a word embedding that computes the logits, a bias that a submodule returns, and two of them.
 """
 
 # covers zero/optimizer.py
@@ -26,7 +26,7 @@ WIDTH = 6
 
 
 class LinearReturningBias(nn.Linear):
-    """As Megatron's parallel layers with skip_bias_add."""
+    """Like Megatron's parallel layers with skip_bias_add."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return linear(x, self.weight), self.bias

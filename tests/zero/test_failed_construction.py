@@ -1,4 +1,4 @@
-"""A construction that fails: every rank raises, the model is as it was, and nothing is left behind."""
+"""A failed construction raises on every rank, restores the model, and leaves nothing allocated."""
 
 # covers zero/_runtime/initial_values.py
 
@@ -23,7 +23,7 @@ from zero._sharding.bucket import Bucket
 
 
 class FailingSGD(torch.optim.SGD):
-    """Not on rank 0, and not where it is tried: later."""
+    """Fails on all ranks but rank 0, and only after the elementwise check."""
 
     def __init__(self, params: Any, lr: float) -> None:
         super().__init__(params, lr)
@@ -51,7 +51,7 @@ def _with_integers() -> nn.Module:
 
 
 class NoParameters(nn.Module):
-    """Fails as another library's module may, with an error that is none of ours."""
+    """Raises an exception of a class that is not the library's, as another library's module may."""
 
     def named_modules(self, *_: Any, **__: Any) -> Any:
         return super().named_modules(self.missing)
@@ -126,11 +126,11 @@ def test_a_shard_that_does_not_fit_one_rank_is_refused_on_all() -> None:
 
 
 class OutOfMemoryError(RuntimeError):
-    """As a device raises it."""
+    """Raised as a device's own error."""
 
 
 def _check_out_of_memory(rank: int) -> None:
-    """On one rank, when it has divided two buckets already; at any of three places."""
+    """One rank runs out of memory after it has divided two buckets, at any of three places."""
     for stage, method in ((3, "flatten"), (3, "partition"), (1, "partition")):
         model, plain = new_model(), new_model()
         whole, calls = getattr(Bucket, method), []

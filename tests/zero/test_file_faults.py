@@ -1,4 +1,4 @@
-"""Faults below a file store: each is a Python exception with errno and path, and no read returns wrong bytes."""
+"""Faults below a file store: each raises an exception with errno and path, and no read returns wrong bytes."""
 
 # covers zero/_storage/swap_pipeline.py zero/_storage/staging_buffers.py
 
@@ -84,7 +84,7 @@ def test_a_fault_is_an_error_with_path_bytes_and_free_space(
             with pytest.raises(OSError, match=r"wrote \d+ of \d+ bytes at offset \d+") as error:
                 transfer.wait()
             _check(error.value, write_errno, file)
-    if write_errno is not None:  # the file holds something else than what was to be written
+    if write_errno is not None:  # the file does not hold the data that was to be written
         with pytest.raises(IntegrityError):
             store.read(file, 0, back).wait()
     store.write(file, 0, data).wait()
@@ -160,11 +160,11 @@ def test_a_small_and_a_read_only_file_system(tmp_path: Path, monkeypatch: pytest
         assert (error.value.errno, error.value.filename) == (errno.EROFS, str(disk))
 
 
-# Many faults, and what is known of every page
+# Many faults, and the known contents of every page
 
 
 class _Known:
-    """What each page of a file must hold, as far as anyone can know."""
+    """The possible contents of each page of a file."""
 
     def __init__(self, num_pages: int) -> None:
         self.pages = [bytes(PAGE)] * num_pages
@@ -189,7 +189,7 @@ def test_a_hundred_random_faults_give_no_wrong_result(store: FileStore) -> None:
     errors: list[OSError] = []
 
     def read(which: int, first: int, stop: int) -> bool:
-        """Whether the pages could be read; then they were right."""
+        """Whether the pages could be read; if so, their contents must be right."""
         target = back[: (stop - first) * PAGE].fill_(0xA5)
         try:
             store.read(files[which], first * PAGE, target).wait()
@@ -208,14 +208,14 @@ def test_a_hundred_random_faults_give_no_wrong_result(store: FileStore) -> None:
         with draw.choice(FAULTS)(files[which]):
             if writes:
                 source = data[: (stop - first) * PAGE].random_()
-                known[which].write(first, source)  # even if it fails: the pages are this, or an error
+                known[which].write(first, source)  # even if it fails: the pages hold this, or reading them is an error
                 try:
                     store.write(files[which], first * PAGE, source).wait()
                 except OSError as error:
                     errors.append(error)
                     failed = True
             failed |= not read(which, first, stop)
-        failed |= not read(which, 0, num_pages)  # the fault is gone, its traces are not
+        failed |= not read(which, 0, num_pages)  # the fault is over, its effects are not
         num_failed, num_right = num_failed + failed, num_right + (not failed)
         assert all(read(other, 0, num_pages) for other in range(len(files)) if other != which)
         known[which].write(0, data.random_())  # as from a checkpoint

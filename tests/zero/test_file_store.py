@@ -1,4 +1,4 @@
-"""Files of a rank: what is written is read, what is damaged is found, and nothing is left behind."""
+"""A rank's files: reads return what was written, damage is found, and no file remains."""
 
 # covers zero/_storage/file_store.py zero/_storage/process_folder.py zero/_storage/tier_settings.py
 
@@ -75,7 +75,7 @@ def test_the_file_itself_tells_whether_it_is_whole(tmp_path: Path) -> None:
     assert raw[:8] == b"ZEROFILE"
     assert int.from_bytes(raw[16:24], "little") == 8 * KIB
     assert raw[4 * KIB : 12 * KIB] == bytes(data.tolist())
-    queue = kernels.native().FileQueue(1, 4 * KIB)  # a process that knows nothing else
+    queue = kernels.native().FileQueue(1, 4 * KIB)  # a fresh process
     back = store.buffer(8 * KIB)
     other = queue.open(str(file.path), is_checked=True)
     queue.wait(queue.read(other, 0, back.data_ptr(), 8 * KIB))
@@ -98,9 +98,9 @@ def test_misuse_is_named(tmp_path: Path) -> None:
         (buffer.view(torch.int32), 0, "uint8"),
         (buffer[::2], 0, "contiguous"),
     ):
-        for begin in (store.read, store.write):
+        for start in (store.read, store.write):
             with pytest.raises(LayoutError, match=what):
-                begin(file, offset, tensor)
+                start(file, offset, tensor)
     transfer = store.read(file, 0, buffer)
     with pytest.raises(StateError, match="before giving it back"):
         store.give(buffer)
@@ -127,11 +127,11 @@ def test_buffers_are_used_again() -> None:
         buffers.take(2**60)
 
 
-# Life cycle
+# Lifetime of folders and files
 
 
 def _in_fork(work: Callable[[], None]) -> int:
-    """Run ``work`` in a forked process; what ``waitpid`` says of its end."""
+    """Run ``work`` in a forked process; return its status from ``waitpid``."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside threads
         child = os.fork()
@@ -199,7 +199,7 @@ def test_a_store_goes_with_its_last_reference_and_not_with_a_fork(
     tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     gc.collect()
-    gc.freeze()  # whatever else is there is not the fork's to collect: its finalizers may wait for threads
+    gc.freeze()  # other garbage must not be collected in the fork: its finalizers may wait for threads
     request.addfinalizer(gc.unfreeze)
     stores = [_store(tmp_path)]
 

@@ -1,4 +1,4 @@
-"""A flipped bit anywhere in a checkpoint: the same named error on every rank, or a bit that says nothing."""
+"""A flipped bit anywhere in a checkpoint: the same named error on every rank, or a bit without meaning."""
 
 # covers zero/plan/report.py
 

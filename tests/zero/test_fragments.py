@@ -1,4 +1,4 @@
-"""zero.utils.safe_get_* and safe_set_*: what they read and set is what a single process has and does."""
+"""zero.utils.safe_get_* and safe_set_* read and set the values that a single process has."""
 
 # covers zero/_access/safe_access.py
 
@@ -18,7 +18,7 @@ NAMES = ("wte.weight", "blocks.1.norm.bias", "position", "blocks.2.mlp.0.weight"
 
 
 def _plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, *, changes: bool) -> None:
-    """One step on the batches of two ranks, with the changes that are made by rank below."""
+    """One step on the batches of two ranks, with the changes that each rank makes in the test."""
     parts = [batch(0, 0, rank) for rank in range(2)]
     tokens, targets = (torch.cat(column) for column in zip(*parts, strict=True))
     loss_of(model, tokens, targets).backward()
@@ -49,7 +49,7 @@ def _set_all(param: nn.Parameter, *, is_local: bool, rank: int) -> None:
         key = ("exp_avg",) if what == "optimizer_state" else ()
         value = _value(param, seed) * factor
         if is_local:
-            # This rank's elements: those that change when all others are kept.
+            # This rank's elements: those that changed.
             getattr(utils, f"safe_set_full_{what}")(param, torch.arange(float(param.numel())).view(param.shape), *key)
             mine = getattr(utils, f"safe_get_local_{what}")(param, *key).long()
             getattr(utils, f"safe_set_local_{what}")(param, value.flatten()[mine], *key)

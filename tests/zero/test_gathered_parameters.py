@@ -1,4 +1,4 @@
-"""zero.GatheredParameters: whole parameters for a while, on every rank, and errors that every rank gets."""
+"""zero.GatheredParameters: full parameters within a block, on every rank, and errors that every rank gets."""
 
 # covers zero/_ranks/collective_calls.py zero/_runtime/gathered_edits.py zero/_runtime/untracked_edits.py
 

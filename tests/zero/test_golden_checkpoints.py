@@ -1,6 +1,6 @@
-"""Checkpoints that an earlier release wrote load bit for bit: tests/golden/checkpoints, never written again.
+"""Checkpoints written by earlier releases load bit for bit: tests/golden/checkpoints, which are never rewritten.
 
-``python -m tests.golden.make_checkpoints`` adds the ones of a new release.
+``python -m tests.golden.make_checkpoints`` adds those of a new release.
 """
 
 # covers zero/_checkpoint/__init__.py zero/_checkpoint/load.py zero/_checkpoint/restore.py
@@ -28,7 +28,7 @@ CLIENT_STATE = {"step": 3, "rates": (0.5, float("inf")), "seen": torch.arange(5)
 
 
 class Small(nn.Module):
-    """A few parameters of odd sizes, one of them frozen, one tied, and a buffer."""
+    """A few parameters of odd sizes, one frozen and one tied, and a buffer."""
 
     def __init__(self) -> None:
         super().__init__()

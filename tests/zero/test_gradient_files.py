@@ -1,4 +1,4 @@
-"""Reduced gradients in files: what moves and what is held, norms and edits, and failing reads and writes."""
+"""Reduced gradients in files: bytes moved and held, norms and edits, and failing reads and writes."""
 
 # covers zero/_optim/gradient_files.py zero/_optim/state_files.py zero/_storage/host_gradient.py
 
@@ -33,7 +33,7 @@ def _options(folder: str | None, **options: Any) -> dict[str, Any]:
 
 
 def _check_bytes(rank: int, folder: str) -> None:
-    """Sub-groups of a page of bf16: nothing is rounded up. What is written is read once, by a sum or by the update."""
+    """A sub-group is a page of bf16, so nothing is rounded up. Bytes are read once, by a sum or by the update."""
     numel, options = 64 * 1024 // 2, _options(folder, sub_group_size=PAGE // 2)
     for stage, num_micro in ((2, 1), (3, 3)):
         model = nn.Sequential(nn.Linear(64, 1024, bias=False))
@@ -58,7 +58,7 @@ def test_gradients_move_once_and_are_not_held(tmp_path: Path) -> None:
 
 
 def _use(rank: int, folder: str | None, stage: int) -> tuple[list[Any], dict[str, torch.Tensor]]:
-    """What a user may do with gradients between backward and step; everything that was seen, and the parameters."""
+    """Do all that a user may do with gradients between backward and step; return the values and the parameters."""
     model, seen = new_model(), []
     with zero_optimizer(model, zero.CPUAdam, stage=stage, **_options(folder)) as optimizer:
         for step in range(2):
@@ -123,7 +123,7 @@ def _check_failure(rank: int, folder: str) -> None:
 
 
 def test_a_failing_disk_is_an_error_on_every_rank_and_the_step_can_be_tried_again(tmp_path: Path) -> None:
-    """While gradients are written, while they are summed, and while the update reads them."""
+    """Disks fail while gradients are written, while they are summed, and while the update reads them."""
     run_ranks(2, _check_failure, str(tmp_path))
     assert not list(tmp_path.iterdir())
 
@@ -138,5 +138,5 @@ def _check_stand_in(rank: int, folder: str) -> None:
 
 
 def test_a_gradient_in_a_file_is_no_number(tmp_path: Path) -> None:
-    """Whoever looks at the gradients of masters, as torch.amp.GradScaler does, is told where they are."""
+    """Reading the gradients of masters, as torch.amp.GradScaler does, raises an error that says where they are."""
     run_ranks(2, _check_stand_in, str(tmp_path))

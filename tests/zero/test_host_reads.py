@@ -1,7 +1,7 @@
-"""No step makes the host read what a GPU computes, but the one number by which fp16 skips a step.
+"""No step makes the host read values that a GPU computes, except the one number by which fp16 skips a step.
 
-Here everything is on the CPU: what would be a wait there is a read of a floating-point or bool value, or an operation
-whose result has a size that depends on values. Integers of the ranks' own agreements are the host's on a GPU, too.
+Here everything is on the CPU: a wait would show as a read of a floating-point or bool value, or as an operation whose
+result has a size that depends on values. Integers in the ranks' agreements are in host memory on a GPU, too.
 """
 
 # covers zero/optimizer.py
@@ -34,7 +34,7 @@ def _is_of_a_gpu(value: Any) -> bool:
 
 
 class HostReads(TorchDispatchMode):
-    """Where the host read a value: the lines of this repository that led there."""
+    """The lines of this repository that led to a read of a value by the host."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ def _count(rank: int, stage: int, *, clips: bool, is_fp16: bool, is_quantized: b
 
     def step() -> None:
         optimizer.scale(model(x).square().mean()).backward()
-        if clips and stage % 2:  # as a user clips, and as the configuration does
+        if clips and stage % 2:  # both a user's clipping and the configuration's
             optimizer.clip_grad_norm_(1e-4)
         optimizer.step()
         optimizer.zero_grad()

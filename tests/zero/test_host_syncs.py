@@ -1,4 +1,4 @@
-"""On a GPU the host does not wait for the device in a step, but where a number is needed on the host."""
+"""On a GPU the host waits for the device in a step only where it needs a number."""
 
 # covers zero/optimizer.py
 
@@ -20,7 +20,7 @@ NUM_STEPS, WARM_UP = 6, 3
 
 @contextmanager
 def _syncs_counted(monkeypatch: pytest.MonkeyPatch, mode: str = "error") -> Iterator[list[str]]:
-    """Who waited: what torch knows to be a wait is an error or a warning, the explicit ones are written down."""
+    """Count waits: torch's sync debug mode reports those that it knows, and explicit ones are recorded."""
     seen: list[str] = []
     for owner in (torch.cuda, torch.cuda.Stream, torch.cuda.Event):
         before = owner.synchronize
@@ -39,7 +39,7 @@ def _syncs_counted(monkeypatch: pytest.MonkeyPatch, mode: str = "error") -> Iter
 
 
 def _steps_of(optimizer: ZeroOptimizer, model: nn.Module, dtype: torch.dtype) -> Callable[[], None]:
-    """One step; called as often as it takes until steps are alike."""
+    """Runs one step at a time; repeat until the number of waits is steady."""
     x = torch.randn(8, 256, device=DEVICE, dtype=dtype)
 
     def step() -> None:

@@ -1,4 +1,4 @@
-"""What ``import zero`` brings into every rank's memory."""
+"""``import zero`` loads no heavy modules."""
 
 # covers zero/optimizer.py
 

@@ -1,4 +1,4 @@
-"""zero.Init: a model that is divided while it is built is the model that a single process builds."""
+"""zero.Init: a model that is divided while it is built equals the model that a single process builds."""
 
 # covers triton_kernels/__init__.py zcomm/__init__.py zero/__init__.py zero/_access/pretrained.py
 
@@ -24,7 +24,7 @@ from zero import GatheredParameters, Init
 
 
 class Parent(nn.Module):
-    """Everything that a constructor may do with parameters of what it has built."""
+    """Does everything that a constructor may do with parameters of modules that it has built."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class Parent(nn.Module):
 
 
 def _new(rank: int, **options: Any) -> nn.Module:
-    torch.manual_seed(3 if rank == 0 else 1000 + rank)  # rank 0's values are taken
+    torch.manual_seed(3 if rank == 0 else 1000 + rank)  # rank 0's values are used
     with Init(**options):
         return Parent()
 
@@ -107,7 +107,7 @@ def test_equals_single_process(world_size: int, stages: tuple[int, ...]) -> None
 
 
 class LiveBytes(TorchDispatchMode):
-    """Bytes of the storages that operations have made and that are alive, and the most there were."""
+    """Bytes of the live storages that operations have made, and their peak."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ class LiveBytes(TorchDispatchMode):
             if isinstance(tensor, Tensor) and not tensor.is_meta:
                 storage = tensor.untyped_storage()
                 held = self._live.get(storage._cdata)
-                if storage.nbytes() > 1024 and (held is None or held.expired()):  # an address serves again
+                if storage.nbytes() > 1024 and (held is None or held.expired()):  # addresses are reused
                     self._live[storage._cdata] = StorageWeakRef(storage)
                     self.peak = max(self.peak, self.now())
         return result
@@ -135,7 +135,7 @@ WIDTH, DEPTH = 256, 12
 
 
 class Wide(nn.Module):
-    """The largest module is a twenty-fourth of it."""
+    """Its largest module has a twenty-fourth of the parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -178,7 +178,7 @@ def _check_peak(rank: int, world_size: int) -> None:
             shards = size * numel / world_size
             deadline = time.monotonic() + 10
             while live.now() > 1.05 * shards and time.monotonic() < deadline:
-                time.sleep(0.01)  # gloo's thread lets go of what it has sent a moment after the exchange has ended
+                time.sleep(0.01)  # gloo's thread frees what it has sent a moment after the exchange has ended
             assert 0.95 * shards <= live.now() <= 1.05 * shards, f"{way}: {live.now()} bytes of {shards}"
             assert live.peak <= 1.2 * (shards + largest)
             assert live.peak < 0.65 * size * numel, "it would not fit whole"
@@ -186,8 +186,8 @@ def _check_peak(rank: int, world_size: int) -> None:
             sgd = torch.optim.SGD(model.parameters(), lr=0.1)
             with zero_optimizer(model, sgd, stage=3, gradient_dtype=torch.bfloat16):
                 masters = 4 * numel / world_size if way == "bf16" else 0
-                # parameters, masters, gradients; a bucket whole, and what is read of it. Before: parameters, and 5.6
-                # MB for a trial of the optimizer, whatever the model is
+                # parameters, masters, gradients; a full bucket and its inputs. Before: parameters, and 5.6
+                # MB for the optimizer's elementwise check, whatever the model is
                 assert live.peak <= 1.2 * (shards + masters + 2 * numel / world_size + 3 * largest)
 
 
@@ -196,7 +196,7 @@ def test_peak_memory_is_shards_and_one_module() -> None:
 
 
 def _check_through_initialize(rank: int) -> None:
-    """The configuration's dtype, a scheduler of nothing, and the engine; equal to a model that was built whole."""
+    """The configuration's dtype, an empty scheduler, and the engine; equal to a model that was built in full."""
     config = {
         "bf16": {"enabled": True},
         "data_types": {"keep_in_fp32_modules": ["norm"]},
@@ -226,7 +226,7 @@ def test_through_initialize() -> None:
 
 
 class Failing(nn.Module):
-    """On rank 1 alone, after a layer was built."""
+    """Fails on rank 1 alone, after a layer was built."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -257,7 +257,7 @@ def _check_failures(rank: int) -> None:
         Init(remote_devise="cpu")
     with pytest.raises(ConfigError, match="nvme_path"):
         Init(remote_device="nvme")
-    _new(rank)  # nothing is left over
+    _new(rank)  # no state of the failed block remains
 
 
 def test_a_constructor_that_fails_on_one_rank() -> None:

@@ -1,4 +1,4 @@
-"""zero.Init with shards in files: the same values, no memory for them, and no files once they are taken over."""
+"""zero.Init with shards in files: the same values, no memory, and no files once the optimizer has adopted them."""
 
 # covers zero/_model/init.py zero/_model/init_shards.py zero/_runtime/memory_report.py zero/engine.py
 

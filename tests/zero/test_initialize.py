@@ -1,6 +1,7 @@
-"""zero.initialize and its engine: the loop of a DeepSpeed user gives what a single process gives."""
+"""zero.initialize and its engine: a DeepSpeed user's loop gives the results of a single process."""
 
 # covers zero/_access/gathered_parameters.py zero/_config/offload_sections.py zero/_optim/from_config.py
+# covers zero/_sharding/phases.py
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ from zero import NotAvailableError
 
 
 class WithLoss(nn.Module):
-    """A model whose forward returns its loss, and whose inner model is trained by the oracle."""
+    """Its forward returns its loss; the oracle trains its inner model."""
 
     def __init__(self, dtype: torch.dtype = torch.float64) -> None:
         super().__init__()
@@ -88,7 +89,7 @@ BACKWARDS: dict[str, tuple[Callable[[Any, Tensor], object], float]] = {
 
 
 def _check_who_divides(rank: int, stage: int) -> None:
-    """Of a loss that is the sum of 8 weights each step of SGD takes the learning rate, times what nobody divides."""
+    """The loss sums 8 weights, so a step of SGD shows whether user, engine or both divide by the accumulation."""
     for fp16 in (False, True):
         for name, (backward, expected) in BACKWARDS.items():
             if fp16 and name.startswith("plain"):
@@ -112,7 +113,7 @@ def test_only_the_engines_backward_divides_by_the_accumulation_steps(stage: int)
 
 
 def _check_from_json(rank: int, path: str) -> None:
-    """Everything described in the JSON: optimizer, schedule, dtype, batch sizes."""
+    """The JSON describes optimizer, schedule, dtype and batch sizes."""
     config = {
         "train_batch_size": 8,
         "train_micro_batch_size_per_gpu": 2,
@@ -152,7 +153,7 @@ def test_everything_from_the_json(tmp_path: Path) -> None:
 
 
 def _check_overflow(rank: int) -> None:
-    """A step that is skipped on all ranks does not advance the schedule."""
+    """A step that all ranks skip does not advance the schedule."""
     params = {"warmup_max_lr": 1e-2, "warmup_num_steps": 100, "warmup_type": "linear"}
     fp16 = {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}
     config = _config(3, fp16=fp16, scheduler={"type": "WarmupLR", "params": params}, gradient_clipping=1.0)
@@ -175,7 +176,7 @@ def test_skipped_steps_do_not_advance_the_schedule() -> None:
 
 
 def _check_unmanaged(rank: int, stage: int) -> None:
-    """The caller says where the boundary is; several losses a step; no_sync at any stage."""
+    """The caller marks the boundary; several losses per step; no_sync at any stage."""
     plain, model = new_model(torch.float64), WithLoss()
     train_plain(plain, torch.optim.SGD(plain.parameters(), lr=0.1), world_size=2, steps=2, num_micro=3)
     engine, *_ = deepspeed.initialize(
@@ -235,9 +236,9 @@ def test_dataloader_gives_each_rank_its_share() -> None:
 
 
 def _check_passes(rank: int, folder: str) -> None:
-    """A run that was stopped is given what it would have been given."""
+    """A resumed run sees the data that it would have seen without the stop."""
 
-    def begin() -> Any:
+    def new_engine() -> Any:
         config = _config(1, train_batch_size=8)
         return deepspeed.initialize(
             model=nn.Linear(3, 2), optimizer=torch.optim.SGD, training_data=Squares(), config=config
@@ -246,11 +247,11 @@ def _check_passes(rank: int, folder: str) -> None:
     def passes(engine: Any, number: int) -> list[list[float]]:
         return [torch.cat(list(engine.training_dataloader))[:, 0].tolist() for _ in range(number)]
 
-    straight = begin()
+    straight = new_engine()
     before = passes(straight, 2)
     straight.save_checkpoint(folder, "two passes")
     expected = passes(straight, 2)
-    resumed = begin()
+    resumed = new_engine()
     resumed.load_checkpoint(folder, "two passes")
     assert passes(resumed, 2) == expected
     assert before[0] not in expected
@@ -267,7 +268,7 @@ def test_passes_over_the_data_go_on_after_a_load(tmp_path: Path) -> None:
 
 def _check_mesh(rank: int) -> None:
     mesh = device_mesh((2, 2), ("dp", "tp"))
-    torch.manual_seed(rank % 2)  # ranks of one data-parallel group begin alike anyway
+    torch.manual_seed(rank % 2)  # ranks of one data-parallel group start with equal values anyway
     model = nn.Linear(3, 2)
     engine, optimizer, _, _ = deepspeed.initialize(
         model=model, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), mpu=mesh, config=_config(2, train_batch_size=4)
@@ -287,7 +288,7 @@ def test_data_parallel_axis_of_a_mesh() -> None:
 
 
 def _check_destroyed(rank: int) -> None:
-    """What is left is a plain model with what it has learned, whose gradients are this rank's alone."""
+    """A plain model with the trained values remains, whose gradients are this rank's alone."""
     model, plain = nn.Linear(3, 2), nn.Linear(3, 2)
     config = _config(2, zcomm={"ranks_per_node": 1})
     engine = deepspeed.initialize(model=model, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), config=config).engine
@@ -329,8 +330,8 @@ def _check_reports(rank: int) -> None:
     state = [line for line in lines if line.startswith("dict: ")]
     assert ["memory_breakdown" in text for text in state] == ([True] if rank == 0 else [])
     lines = [line for line in lines if line not in state]
-    said = [line for line in lines if "intra_op_parallelism" in line or "no batch size is given" in line]
-    assert len(said) == (3 if rank == 0 else 0)  # another name; without effect; no batch size: each once
+    warnings = [line for line in lines if "intra_op_parallelism" in line or "no batch size is given" in line]
+    assert len(warnings) == (3 if rank == 0 else 0)  # another name; without effect; no batch size: each once
     assert sum("loss scale=1" in line for line in lines) == (2 if rank == 0 else 0)
     memory = [re.match(r"memory after (\w+): parameters [\d.]+ MiB.*; resident ([\d.]+) MiB", line) for line in lines]
     phases = [found[1] for found in memory if found is not None and float(found[2]) > 1]

@@ -1,6 +1,7 @@
-"""KeyboardInterrupt and SystemExit anywhere in a step: nothing stays entered, no gradient counts twice. And threads.
+"""KeyboardInterrupt and SystemExit anywhere in a step: no context stays entered, no gradient counts twice. And threads.
 
-torch calls the hooks that end a forward after an Exception only, so these are told apart by what still runs.
+torch calls the hooks that end a forward after an Exception only, so the library recognizes interrupted forwards by the
+calls that still run.
 """
 
 # covers zero/_activations/routing.py zero/_activations/scope.py
@@ -32,7 +33,7 @@ REFUSED = "an earlier step failed after some parameters were updated"
 
 
 class _Interrupted(nn.Module):
-    """Does what it is told to, once, in the middle of its forward."""
+    """Raises once, when told to, in the middle of its forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,7 +91,7 @@ def _assert_same(model: nn.Module, plain: nn.Module) -> None:
 def _assert_nothing_entered(optimizer: Any) -> None:
     runtime = optimizer.parts.runtime
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
-    assert not any(bucket.is_needed for bucket in runtime.buckets)
+    assert not any(bucket.is_held() for bucket in runtime.buckets)
     if runtime.stage.shards_parameters:
         assert all(bucket.state.value == "sharded" for bucket in runtime.buckets)
 
@@ -155,7 +156,7 @@ def _check_backward(rank: int, stage: int) -> None:
                 _loss(model).backward()
             model.layers[1]._backward_hooks.clear()
             before = _values(model)
-            optimizer.step()  # what the broken backward left is dropped
+            optimizer.step()  # gradients of the interrupted backward are dropped
             assert all(map(torch.equal, _values(model), before))
             _step(_loss(plain), reference)
             _step(_loss(model), optimizer)
@@ -220,7 +221,7 @@ def _check_before_update(rank: int, stage: int) -> None:
                 with pytest.raises(KeyboardInterrupt):
                     optimizer.step()
             before = _values(model)
-            optimizer.step()  # no gradient is left
+            optimizer.step()  # no gradient remains
             assert all(map(torch.equal, _values(model), before))
             _step(_loss(plain), reference)
             _step(_loss(model), optimizer)
@@ -233,7 +234,7 @@ def test_an_interrupt_before_the_update_drops_the_gradients(stage: int) -> None:
 
 
 class _InterruptAt:
-    """Raises at the given line of zero that runs, counted from when it is entered; ``count`` without one."""
+    """Raises at the given line of zero, counted from entry; without ``count`` it counts all lines."""
 
     def __init__(self, line: int | None) -> None:
         self.left, self.count = line, 0
@@ -266,7 +267,7 @@ def _refused(call: Callable[[], Any]) -> bool:
 
 
 def _try_at(stage: int, line: int | None) -> tuple[int, bool]:
-    """Interrupt the second of three steps at ``line``; how many lines it has, and whether the next is refused."""
+    """Interrupt the second of three steps at ``line``; return its number of lines, and if the next step is refused."""
     model, plain = _new(), _new()
     reference = _sgd(plain)
     with zero_optimizer(model, _sgd(model), stage=stage) as optimizer:
@@ -293,9 +294,9 @@ def _try_at(stage: int, line: int | None) -> tuple[int, bool]:
 
 
 def _alone(call: Callable[..., tuple[int, bool]], *args: Any) -> tuple[int, bool]:
-    """In a thread of its own: a tracer, other than a signal, can come between a block's end and what leaves it.
+    """Run in a separate thread: a tracer, unlike a signal, can interrupt between a block's end and its exit.
 
-    What torch keeps by thread, whether subclasses are heard, then stays as it was inside.
+    torch's thread-local state, such as whether subclasses are dispatched to, then ends with that thread.
     """
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(call, *args).result()
@@ -310,7 +311,7 @@ def _check_lines(rank: int, stage: int, stride: int) -> None:
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_wherever_an_interrupt_comes_the_next_step_is_right_or_refused(stage: int) -> None:
-    """At every so manieth line of the library that a step runs."""
+    """Every so many lines of the library that a step runs are interrupted, one per trial."""
     run_ranks(1, _check_lines, stage, 37)
 
 
@@ -340,9 +341,9 @@ def _check_threads(rank: int) -> None:
         for error in errors:
             assert isinstance(error, StateError)
             assert "two threads use one model" in str(error)
-        in_thread(lambda: _step(_loss(model), optimizer))  # one after the other is right
+        in_thread(lambda: _step(_loss(model), optimizer))  # one after the other is allowed
         model.layers[1][0].then = _raising(SystemExit)
-        in_thread(lambda: _loss(model))  # a thread that has ended in its forward does not count
+        in_thread(lambda: _loss(model))  # a thread that ended during its forward does not count
         assert isinstance(errors.pop(), SystemExit)
         for _ in range(3):
             _step(_loss(plain), reference)

@@ -1,4 +1,4 @@
-"""A gradient that comes after its bucket was reduced is reduced in a second exchange, on every rank."""
+"""A gradient that arrives after its bucket was reduced is reduced in a second exchange, on every rank."""
 
 # covers zero/_gradients/grad_attribute.py zero/_gradients/bucket_reduce_scatter.py zero/_gradients/step_consistency.py
 
@@ -22,7 +22,7 @@ WIDTH = 8
 
 
 class _UsedTwice(nn.Module):
-    """Each use of ``shared`` runs a backward of its own, between which its bucket, the first, is reduced."""
+    """Each use of ``shared`` has a backward of its own; its bucket, the first, is reduced between them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,12 +70,12 @@ def _check(rank: int, stage: int, is_everybodys: bool) -> None:  # noqa: FBT001
     ],
 )
 def test_a_layer_used_twice_under_reentrant_checkpointing(world_size: int, stage: int, is_everybodys: bool) -> None:  # noqa: FBT001
-    """At stage 3 all ranks use the same modules."""
+    """With is_everybodys=False only the last rank uses it twice, which stage 3 does not allow."""
     run_ranks(world_size, _check, stage, is_everybodys)
 
 
 class _Branches(nn.Module):
-    """A step may use one branch, and a graph of the other may stay."""
+    """A step may use one branch while a graph of the other is kept."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ def _branches() -> _Branches:
 
 
 def _check_kept_by_one(rank: int, stage: int) -> None:
-    """Rank 1 alone runs a graph from before the step, of the branch that the step has left as it was."""
+    """Rank 1 alone runs a graph from before the step, of the branch that the step left unchanged."""
     plain, model, x = _branches(), _branches(), _inputs()
     reference = torch.optim.SGD(plain.parameters(), lr=0.5)
     of_plain = plain(x[1], "right"), sum(plain(each, "left") for each in x)
@@ -119,7 +119,7 @@ def _check_kept_by_one(rank: int, stage: int) -> None:
             reference.step()
         optimizer.zero_grad()
         reference.zero_grad()
-        model(x[rank], "left").backward()  # training goes on
+        model(x[rank], "left").backward()  # training continues
         optimizer.step()
         (sum(plain(each, "left") for each in x) / len(x)).backward()
         reference.step()
@@ -132,7 +132,7 @@ def test_a_graph_that_one_rank_kept_over_a_step_is_right_or_named_on_all(stage: 
 
 
 def _check_stale_by_one(rank: int, stage: int) -> None:
-    """Rank 1 alone runs a graph of what the step has changed: it raises there, as in torch."""
+    """Rank 1 alone runs a graph of values that the step has changed: it raises there, as in torch."""
     plain, model, x = _branches(), _branches(), _inputs()
     reference = torch.optim.SGD(plain.parameters(), lr=0.5)
     is_named = pytest.raises(DivergedError, match="must run the same modules") if stage == 3 else nullcontext()
@@ -154,5 +154,5 @@ def _check_stale_by_one(rank: int, stage: int) -> None:
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_an_old_graph_that_one_rank_runs_alone_raises_there(stage: int) -> None:
-    """The others go on; at stage 3, where it gathers parameters first, all learn of it at their next use."""
+    """The others continue; at stage 3, where it gathers parameters first, all learn of it at their next use."""
     run_ranks(2, _check_stale_by_one, stage)

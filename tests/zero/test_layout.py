@@ -1,4 +1,4 @@
-"""Buckets, slots, shards and pieces; units. Pure arithmetic, checked against brute force."""
+"""Buckets, slots, shards, pieces and units: the arithmetic is checked against brute force."""
 
 # covers triton_kernels/_layout.py zero/_model/model_layout.py zero/_sharding/layout.py
 

@@ -1,4 +1,4 @@
-"""Leaf modules: ranks that run different experts train as a single process does, at forward and at backward."""
+"""Leaf modules: ranks that run different experts train as a single process does, in forward and backward."""
 
 # covers zero/_config/zero_section.py zero/_model/leaf_modules.py zero/_sharding/buffer_pool.py
 
@@ -20,7 +20,7 @@ WIDTH = 6
 
 
 class Experts(nn.Module):
-    """Each row of the input goes to the expert that it asks for; experts that nobody asks for do not run."""
+    """Each row of the input goes to the expert that it names; other experts do not run."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Model(nn.Module):
 
 
 def _data(step: int, rank: int) -> tuple[Tensor, Tensor]:
-    """Rank 0 asks for experts 0 and 1, rank 1 for 1, 2 or 3; nobody for 4."""
+    """Rank 0 uses experts 0 and 1, rank 1 uses 1, 2 or 3; no rank uses 4."""
     generator = torch.Generator().manual_seed(10 * step + rank)
     x = torch.randn(4, WIDTH, generator=generator, dtype=torch.float64)
     return x, torch.randint(2 if rank == 0 else 3, (4,), generator=generator) + rank

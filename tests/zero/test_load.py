@@ -1,4 +1,4 @@
-"""zero.load_pretrained: a plain state dict, from memory or files, in a model that is sharded."""
+"""zero.load_pretrained loads a plain state dict, from memory or files, into a sharded model."""
 
 # covers zero/_checkpoint/streamed_load.py zero/_storage/poison.py
 
@@ -23,7 +23,7 @@ NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.int64: "I64"}
 
 
 def _write_safetensors(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Written from the format's description."""
+    """Written from the format's specification."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     content = b""
     for name, tensor in tensors.items():
@@ -36,7 +36,7 @@ def _write_safetensors(path: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def _write_all(folder: Path, tensors: dict[str, Tensor]) -> list[Any]:
-    """The same tensors in every form."""
+    """Write the same tensors in every format."""
     _write_safetensors(folder / "one.safetensors", tensors)
     torch.save(tensors, folder / "saved.pt")
     (folder / "hub").mkdir()
@@ -81,7 +81,7 @@ def _check_sources(rank: int, folder: Path) -> None:
             assert_same_bits(full_values(model), wanted)
             for param in model.parameters():
                 param.grad = None
-            optimizer.step()  # publishes the masters, which have the values, too
+            optimizer.step()  # writes the masters back, which must have the loaded values, too
             assert_same_bits(full_values(model), wanted)
 
 

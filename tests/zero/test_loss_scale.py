@@ -1,6 +1,6 @@
-"""Loss scaling: the rule against an oracle on scripted overflows, and what a skipped step leaves alone."""
+"""Loss scaling: the scale follows the oracle's rule on scripted overflows, and a skipped step changes nothing else."""
 
-# covers zero/_config/unread_sections.py zero/_config/value_types.py zero/_optim/loss_scale.py
+# covers zero/_config/value_types.py zero/_optim/loss_scale.py
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ from zero._optim.loss_scale import DynamicLossScale, StaticLossScale
 def scales_by_the_rule(
     overflows: list[bool], *, power: int, window: int, hysteresis: int, consecutive: bool, least: float
 ) -> list[float]:
-    """The scale that each step uses, told from the history: what happened since the last overflow, and since when the
-    hysteresis has been consumed."""
+    """The scale of each step, by its history: since the last overflow, and since the hysteresis was used up."""
     scale, used = 2.0**power, []
     for now in range(len(overflows)):
         used.append(scale)
@@ -95,7 +94,7 @@ FP16 = {"enabled": True, "initial_scale_power": 6, "loss_scale_window": 2, "hyst
 
 
 def _check_scripted(rank: int, stage: int, options: dict[str, Any]) -> None:
-    """Overflows that one rank has; the other ranks must see them, too."""
+    """One rank has the overflows; the other ranks must skip, too."""
     expected = scales_by_the_rule(PATTERN, power=6, window=2, hysteresis=2, consecutive=False, least=1.0)
     model = new_model()
     with zero_optimizer(model, stage=stage, fp16=FP16, gradient_clipping=1.0, **options) as optimizer:
@@ -135,10 +134,10 @@ def test_one_ranks_overflow_is_every_ranks(stage: int, options: dict[str, Any]) 
 
 
 def _check_norm_of_scaled_gradients(rank: int, stage: int) -> None:
-    """Of gradients 2, 2, 2, 2 the norm is 4, whatever they were multiplied by, and each is clipped to 0.5.
+    """The norm of gradients 2, 2, 2, 2 is 4 at any scale, and each is clipped to 0.5.
 
-    Without momentum, and with eps=1, Adam's first update is -g / (|g| + 1): a third. In host memory, unscaling and
-    clipping are part of CPUAdam's update: the norm is that of gradients that are not unscaled yet.
+    Without momentum, and with eps=1, Adam's first update is -g / (|g| + 1): a third. In host memory, CPUAdam's update
+    includes unscaling and clipping: the norm is computed from scaled gradients.
     """
     for is_called in (False, True):
         for kind in (torch.optim.Adam, CPUAdam):
@@ -158,7 +157,7 @@ def _check_norm_of_scaled_gradients(rank: int, stage: int) -> None:
 
 
 def _check_overflow_of_one_shard(rank: int, stage: int) -> None:
-    """Elements that one rank alone has in its shard: every rank shows the overflow, before anybody steps."""
+    """One rank alone has these elements in its shard: every rank must report the overflow before any updates."""
     numel = 2048
     for place in (0, numel - 1):
         model = torch.nn.Linear(numel, 1, bias=False)
@@ -251,7 +250,7 @@ def test_misuse_is_named() -> None:
 
 
 def _amp_steps(model: Any, optimizer: Any, batches: Any, clip: Any, rank: int) -> list[float]:
-    """The loop of torch's own documentation, with an overflow in step 2."""
+    """The loop of torch's documentation, with an overflow in step 2."""
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
     scales = []
     for step in range(6):
@@ -294,7 +293,7 @@ def test_torchs_grad_scaler(stage: int) -> None:
 
 
 def _check_grad_scaler_on_empty_ranks(rank: int) -> None:
-    """A model of one block of 256 elements: three of four ranks have nothing to update."""
+    """A model of one block of 256 elements: three of four ranks have no elements to update."""
     model = torch.nn.Linear(3, 2)
     with zero_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.5), stage=2) as optimizer:
         scaler = torch.amp.GradScaler("cpu", init_scale=64.0)

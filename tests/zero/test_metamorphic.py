@@ -1,4 +1,4 @@
-"""What must not change the result, bit for bit, with quantization on: bucket sizes, overlap, stage; and repetition."""
+"""Bucket sizes, overlap, stage and repetition do not change a bit of the result, even with quantization."""
 
 # covers zero/optimizer.py
 

@@ -1,4 +1,4 @@
-"""Models that would be trained wrongly are refused, by name and on every rank; those that only look like it are not."""
+"""Models that would train wrongly are refused by name on every rank; similar ones that train correctly are accepted."""
 
 # covers zero/_model/model_checks.py zero/_sharding/released.py
 
@@ -79,7 +79,7 @@ def _scripted() -> nn.Module:
 
 
 def _lazy() -> nn.Module:
-    with _without_warnings():  # "a new feature"
+    with _without_warnings():  # torch warns about "a new feature"
         return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LazyLinear(3))
 
 
@@ -136,7 +136,7 @@ class TiedInside(nn.Module):
 class TiedBefore(TiedInside):
     def __init__(self) -> None:
         super().__init__()
-        self.c = nn.Linear(WIDTH, WIDTH)  # the others, which nobody uses now, are divided
+        self.c = nn.Linear(WIDTH, WIDTH)  # the others, which are not in use, are divided
 
 
 class TiedItself(nn.Module):
@@ -324,7 +324,7 @@ def _check_pickles(rank: int, stage: int) -> None:
             assert all(torch.equal(value, values[name]) for name, value in model.state_dict().items())
             own = torch.optim.SGD(other.parameters(), lr=0.1)
             other(x).sum().backward()
-            with zero_optimizer(other, own, stage=3) as again:  # it is nobody's
+            with zero_optimizer(other, own, stage=3) as again:  # it has no owner
                 other(x).sum().backward()
                 again.step()
         model(x).sum().backward()

@@ -1,4 +1,4 @@
-"""Data-parallel ranks beside tensor-parallel ones: 2 x 2 ranks train a split MLP as one process trains the whole."""
+"""Data parallelism combined with tensor parallelism: 2 x 2 ranks train a split MLP as one process does."""
 
 # covers zero/_ranks/model_parallel.py zero/errors.py
 
@@ -38,7 +38,7 @@ class Whole(nn.Module):
 
 
 class _SumBackward(torch.autograd.Function):
-    """Megatron's f: each rank's part of the layer gives a part of the gradient."""
+    """Megatron's f: each rank's part of the layer contributes a part of the gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -67,7 +67,7 @@ class _SumForward(torch.autograd.Function):
 
 
 class Split(nn.Module):
-    """One tensor-parallel rank's part of :class:`Whole`: columns of ``up``, rows of ``down``, the rest replicated."""
+    """One tensor-parallel rank's part of :class:`Whole`: columns of ``up``, rows of ``down``; others are replicated."""
 
     def __init__(self, whole: Whole, group: dist.ProcessGroup) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class Split(nn.Module):
         return x + _SumForward.apply(self.down(inner), self.group) + self.bias
 
     def of_whole(self, whole: Whole) -> dict[str, Tensor]:
-        """What ``whole`` has of each parameter here."""
+        """The part of each parameter in ``whole`` that this rank has."""
         rank = dist.get_rank(self.group)
         mine = slice(rank * INNER // 2, (rank + 1) * INNER // 2)
         return {
@@ -128,7 +128,7 @@ def _sgd(params: Any) -> torch.optim.Optimizer:
 
 
 class Mpu:
-    """Megatron's interface on a mesh."""
+    """Megatron's mpu interface on a device mesh."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.get_data_parallel_group = lambda: mesh.get_group("dp")
@@ -177,7 +177,7 @@ def test_infinity_norm() -> None:
 
 
 def _check_overflow(rank: int) -> None:
-    """One rank of four overflows, in one part of the model: all skip, and the scales stay the same."""
+    """One rank of four overflows, in one part of the model: all skip, and the scales stay equal."""
     mesh = device_mesh((2, 2), ("dp", "tp"))
     model = Split(_whole(), mesh.get_group("tp")).float()
     fp16 = {"enabled": True, "initial_scale_power": 6, "hysteresis": 1}
@@ -208,7 +208,7 @@ def _train(engine: Any, data_rank: int, steps: range) -> None:
 
 
 def _check_checkpoint(rank: int, folder: Path, stage: int) -> None:
-    """A run that goes on from a checkpoint has the bits of one that was not interrupted; errors reach all ranks."""
+    """A run resumed from a checkpoint has the bits of an uninterrupted one; errors reach all ranks."""
     mesh = device_mesh((2, 2), ("dp", "tp"))
     data_rank, part = mesh.get_local_rank("dp"), mesh.get_local_rank("tp")
     config = {"zero_optimization": {"stage": stage}}
@@ -219,7 +219,7 @@ def _check_checkpoint(rank: int, folder: Path, stage: int) -> None:
 
     model, engine = start()
     _train(engine, data_rank, range(2))
-    with pytest.raises(zero.CheckpointError, match="a checkpoint does not store"):  # in one part alone
+    with pytest.raises(zero.CheckpointError, match="a checkpoint does not store"):  # in one part only
         engine.save_checkpoint(folder, tag="bad", client_state={"x": object() if part else 1})
     engine.save_checkpoint(folder, tag="a", client_state={"part": part}, async_op=True)
     saved = full_values(model)
@@ -231,7 +231,7 @@ def _check_checkpoint(rank: int, folder: Path, stage: int) -> None:
     engine.save_checkpoint(folder, tag="b")
     if (data_rank, part) == (1, 1):
         engine.optimizer.param_groups[0]["lr"] = 0.5
-    with pytest.raises(DivergedError, match=r"group 0 lr is .* and 0\.5 on rank"):  # of one part alone
+    with pytest.raises(DivergedError, match=r"group 0 lr is .* and 0\.5 on rank"):  # of one part only
         engine.save_checkpoint(folder, tag="bad")
     engine.destroy()
 
@@ -245,7 +245,7 @@ def _check_checkpoint(rank: int, folder: Path, stage: int) -> None:
     if rank == 0:
         _damage(folder / "b", f"part/1/weight/{next(iter(saved))}")
     dist.barrier()
-    with pytest.raises(zero.CheckpointError, match="checksum"):  # of one part alone
+    with pytest.raises(zero.CheckpointError, match="checksum"):  # of one part only
         engine.load_checkpoint(folder)
     assert all(torch.equal(value, expected[name]) for name, value in full_values(model).items())
     engine.destroy()
@@ -285,7 +285,7 @@ def test_a_checkpoint_holds_all_parts(tmp_path: Path, stage: int) -> None:
 
 
 def _check_pipeline_axis(rank: int) -> None:
-    """Parameters of pipeline stages are different ones; ``shared`` ones are counted by one of them."""
+    """Pipeline stages have different parameters; a parameter that stages share is counted by one of them."""
     mesh = device_mesh((1, 2, 2), ("dp", "pp", "tp"))
     torch.manual_seed(0)
     model = nn.Linear(3, 2, bias=False)

@@ -1,4 +1,4 @@
-"""Overflow is seen wherever it is, and nothing else is taken for it."""
+"""Overflow is found wherever it occurs, and large finite values are not taken for it."""
 
 # covers zero/_optim/loss_scale.py
 
@@ -20,7 +20,7 @@ def test_one_bad_element_anywhere_is_seen(dtype: torch.dtype, bad: float) -> Non
     largest = torch.finfo(dtype).max
     for numel in (1, 7, 64, 1000):
         values = torch.linspace(-1, 1, numel, dtype=torch.float64).to(dtype)
-        values[0] = largest  # its square is an infinity, it is not
+        values[0] = largest  # its square overflows, the value itself does not
         values[-1] = -largest
         others = [torch.empty(0, dtype=dtype), torch.ones(3)]
         assert not nonfinite_flag([*others, values], CPU)

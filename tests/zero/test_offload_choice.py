@@ -1,4 +1,4 @@
-"""Which optimizer updates offloaded states, and what ``effective`` says of states and activations."""
+"""Which optimizer updates offloaded states, and what ``effective`` reports about states and activations."""
 
 # covers zero/_runtime/optimizer_parts.py zero/_runtime/suspended_memory.py zero/_runtime/validate.py
 
@@ -27,8 +27,8 @@ CHOICES: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
 ]
 
 
-class Said(logging.Handler):
-    """What the logger says inside ``with``."""
+class Logged(logging.Handler):
+    """Collects the log messages inside ``with``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Said(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         self.texts.append(record.getMessage())
 
-    def __enter__(self) -> Said:
+    def __enter__(self) -> Logged:
         logging.getLogger("zero").addHandler(self)
         return self
 
@@ -46,20 +46,20 @@ class Said(logging.Handler):
 
 
 def _initialized(config: dict[str, Any], optimizer: Any = None) -> tuple[zero.ZeroOptimizer, str]:
-    """Closed already; and everything that was said."""
-    with Said() as said:
+    """Initialize and close; return the engine and all log messages."""
+    with Logged() as logged:
         engine, wrapped, *_ = zero.initialize(model=new_model(), optimizer=optimizer, config=config)
     engine.destroy()
-    return wrapped, "\n".join(said.texts)
+    return wrapped, "\n".join(logged.texts)
 
 
 def _check_json(rank: int) -> None:
     for kind, params, name, settings in CHOICES:
         config: dict[str, Any] = {"optimizer": {"type": kind, "params": params}}
-        wrapped, said = _initialized(config | {"zero_optimization": {"stage": 2, "offload_optimizer": ON_HOST}})
+        wrapped, logged = _initialized(config | {"zero_optimization": {"stage": 2, "offload_optimizer": ON_HOST}})
         sentence = f"masters and moments are stored in host memory, updated on the host by {name}"
         assert sentence in str(wrapped.effective)
-        assert said.count(sentence) == 1
+        assert logged.count(sentence) == 1
         group = wrapped.param_groups[0]
         assert {key: group[key] for key in settings} == settings
     for zero_section in ({"stage": 2}, {"stage": 0, "offload_optimizer": ON_HOST}):
@@ -77,12 +77,12 @@ def _check_given(rank: int) -> None:
         for cls, name in ((torch.optim.Adam, "torch's Adam"), (zero.CPUAdam, "zero's CPUAdam")):
             section = {"stage": 1, "offload_optimizer": ON_HOST | {"ratio": 0.5}, "reduce_bucket_size": 3000}
             config = {"zero_optimization": section, **key}
-            wrapped, said = _initialized(config, lambda params, cls=cls: cls(params, lr=1e-3))
+            wrapped, logged = _initialized(config, lambda params, cls=cls: cls(params, lr=1e-3))
             assert type(wrapped.parts.inner) is cls
             sentence = f"% of the masters and moments are stored in host memory, updated on the host by {name}"
             assert sentence in str(wrapped.effective)
-            assert said.count(sentence) == (rank == 0)
-            assert "zero_force_ds_cpu_optimizer=" not in said
+            assert logged.count(sentence) == (rank == 0)
+            assert "zero_force_ds_cpu_optimizer=" not in logged
 
 
 def test_an_optimizer_that_is_given_is_taken() -> None:
@@ -107,9 +107,9 @@ def _check_activations(rank: int, folder: str) -> None:
         ),
     ):
         config = {"zero_optimization": {"stage": 1}, "activation_checkpointing": section | more, "zcomm": zcomm}
-        wrapped, said = _initialized(config, torch.optim.Adam)
+        wrapped, logged = _initialized(config, torch.optim.Adam)
         assert f"inputs of checkpointed functions are {expected}" in str(wrapped.effective)
-        assert said.count("inactive: partition_activations") == (rank == 0)
+        assert logged.count("inactive: partition_activations") == (rank == 0)
     wrapped, _ = _initialized({"zero_optimization": {"stage": 1}}, torch.optim.Adam)
     assert "checkpointed" not in str(wrapped.effective)
 

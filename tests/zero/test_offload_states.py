@@ -1,4 +1,4 @@
-"""offload_states: nothing is left on the device, nothing can be used, and training goes on with the same bits."""
+"""offload_states: the device holds nothing, any use raises, and after reload_states training has the same bits."""
 
 # covers zero/offload.py
 
@@ -83,7 +83,7 @@ def _check_uses(rank: int, folder: Path) -> None:
                     use()
                 assert caught.value is not None, name
             zero.reload_states(optimizer)
-            zero.reload_states(optimizer)  # nothing is away
+            zero.reload_states(optimizer)  # nothing is offloaded
             for wrong, message in (
                 ({"include": ["moments"]}, "include must be names of optim_states.*'moments'"),
                 ({"device": "nvme"}, "to host memory only: device='nvme'"),

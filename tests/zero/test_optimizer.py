@@ -1,4 +1,4 @@
-"""ZeroOptimizer as a torch optimizer: kinds, schedulers, closures, gradients, state; and what is refused."""
+"""ZeroOptimizer as a torch optimizer: kinds, schedulers, closures, gradients, state; and refusals."""
 
 # covers zero/_activations/forward_hooks.py zero/_optim/host_adam.py zero/_optim/masters.py zero/_step/clip.py
 
@@ -20,7 +20,7 @@ from zero import ZeroOptimizer
 
 
 class SignMomentum(torch.optim.Optimizer):
-    """Lion-like: an elementwise optimizer that no library knows."""
+    """Like Lion: an elementwise optimizer that no library has."""
 
     def __init__(self, params: Any, lr: float = 1e-3) -> None:
         super().__init__(params, {"lr": lr, "beta": 0.9})
@@ -47,7 +47,7 @@ class Lamb(torch.optim.SGD):
 
 
 class Centralizing(torch.optim.SGD):
-    """Not elementwise for matrices: takes the mean of each column off the gradient first."""
+    """Not elementwise for matrices: subtracts the mean of each column from the gradient first."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -84,7 +84,7 @@ def test_any_elementwise_optimizer(name: str, stage: int) -> None:
 
 
 def _check_padding(rank: int, stage: int) -> None:
-    """AdamW without epsilon divides the padding's zeros by zeros; a quantized block has one scale for all of it."""
+    """AdamW without epsilon divides the padding's zeros by zeros; a quantized block's scale must not become NaN."""
     torch.manual_seed(0)
     model = nn.Linear(5, 3, bias=False)
     x = torch.randn(2, 5)
@@ -134,7 +134,7 @@ def _check_torch_clip(rank: int, stage: int) -> None:
     model = new_model()
     with zero_optimizer(model, stage=stage) as optimizer:
         loss_of(model, *batch(0, 0, rank)).backward()
-        if stage == 0:  # whole averaged gradients, as after DDP's backward
+        if stage == 0:  # full averaged gradients, as after DDP's backward
             expected = new_model()
             for other in range(2):
                 (loss_of(expected, *batch(0, 0, other)) / 2).backward()
@@ -194,7 +194,7 @@ def _check_cleared_by_the_model(rank: int, stage: int) -> None:
                 assert clears_through_model or all(p.grad is None for group in groups for p in group["params"])
             loss_of(model, *batch(7, 0, rank)).backward()
             model.zero_grad()
-            optimizer.step()  # nothing to apply
+            optimizer.step()  # no gradient to apply
             values.append(full_values(model))
     assert_same_bits(*values)
 
@@ -213,7 +213,7 @@ def _check_rank_dependent_use(rank: int, stage: int) -> None:
     reference = torch.optim.AdamW(plain.parameters(), lr=0.1)
     with zero_optimizer(model, torch.optim.AdamW(model.parameters(), lr=0.1), stage=stage) as optimizer:
         for step in range(4):
-            uses_second = step >= 1  # in step 0 no rank does: its weights must not even decay
+            uses_second = step >= 1  # in step 0 no rank uses it: its weights must not even decay
             total = plain[0](x[0]).square().sum() + plain[0](x[1]).square().sum()
             (total + plain[1](x[0]).square().sum() * uses_second if uses_second else total).backward()
             for param in plain.parameters():
@@ -262,7 +262,7 @@ def _refused(error: type[Exception], match: str, build: Any) -> None:
 
 
 def test_bad_configuration_is_refused() -> None:
-    """In a world of one, without torch.distributed: nothing is communicated before the error."""
+    """With one rank, without torch.distributed: the error comes before any communication."""
     adamw = torch.optim.AdamW
     _refused(ConfigError, "stage=4", lambda: ZeroOptimizer(new_model(), adamw, stage=4))
     _refused(

@@ -19,7 +19,7 @@ Forward = Callable[["Layers", Tensor], Tensor]
 
 
 class Layers(nn.Module):
-    """Four layers of equal size: a gather of one that meets a gather of another is noticed by nobody else."""
+    """Four layers of equal size: sizes do not show that one rank gathers another layer than the others."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ WRONG: dict[str, tuple[dict[str, object], str]] = {
 
 
 def _check_named_error(rank: int, name: str, num_right_steps: int) -> None:
-    """After ``num_right_steps`` rank 1 does something else; with several, under ZERO_DEBUG=1."""
+    """After ``num_right_steps`` rank 1 runs something else; after several only ZERO_DEBUG=1 checks."""
     change, message = WRONG[name]
     torch.manual_seed(0)
     model = Layers()
@@ -78,7 +78,7 @@ def test_a_rank_that_differs_is_a_named_error_on_all(name: str, num_right_steps:
 
 
 def _check_changed_differently(rank: int) -> None:
-    """Every rank leaves the recorded order, each in its own way; then all go on together."""
+    """Every rank leaves the recorded order, each differently; then all continue together."""
     torch.manual_seed(0)
     model = Layers()
     with zero_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.5), stage=3) as optimizer:

@@ -1,4 +1,4 @@
-"""offload_param at stage 3: the same bits wherever shards rest, a slice of them moved by each rank, errors on all."""
+"""offload_param at stage 3: the same bits on every tier, each rank moves its part, errors reach all ranks."""
 
 # covers zero/_storage/file_store.py zero/_storage/transfer_counters.py zero/utils.py
 
@@ -28,7 +28,7 @@ MODEL = {"has_frozen": True, "has_unused": True}
 
 
 def offload(tier: str, folder: str) -> dict[str, Any]:
-    """``offload_param``; "mixed": files in tiny buffers for what does not fit into memory."""
+    """``offload_param``; "mixed": what does not fit into host memory goes to files, in tiny buffers."""
     if tier in ("cpu", "none"):
         return {"device": tier}
     limits = {"max_in_cpu": 0} if tier == "nvme" else {"max_in_cpu": 2000, "buffer_size": 600, "buffer_count": 2}
@@ -79,7 +79,7 @@ def test_the_bits_do_not_depend_on_where_the_secondary_partition_rests(tmp_path:
 
 
 class Deep(nn.Module):
-    """Equal layers, each larger than all else."""
+    """Equal layers, each larger than everything else."""
 
     def __init__(self, width: int = 128, depth: int = 6) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class Deep(nn.Module):
 
 
 def live_nbytes() -> int:
-    """Bytes of all tensors of this process."""
+    """Bytes of all tensors in this process."""
     gc.collect()
     with torch._C.DisableTorchFunctionSubclass():
         tensors = [t for t in gc.get_objects() if issubclass(type(t), torch.Tensor)]
@@ -101,7 +101,7 @@ def live_nbytes() -> int:
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
-    """Fakes, which torch.compile leaves behind, have none; nor have the sparse ones of other tests a storage."""
+    """Fake tensors, which torch.compile leaves behind, have no memory; other tests' sparse ones have no storage."""
     is_fake = isinstance(tensor, FakeTensor) or torch._is_functional_tensor(tensor)
     return tensor.device.type == "cpu" and tensor.layout == torch.strided and not is_fake
 
@@ -113,8 +113,8 @@ def check_moved_bytes(rank: int, folder: str) -> None:
         model = Deep().to(torch.bfloat16).requires_grad_(tier != "none")  # the baseline has no gradients either
         model.layers[0].requires_grad_(True)
         model.layers[1:].requires_grad_(False)
-        rests = offload(tier, folder) | ({"buffer_size": 9000, "buffer_count": 1} if tier == "nvme" else {})
-        with zero_optimizer(model, torch.optim.SGD, lr=0.1, stage=3, offload_param=rests) as optimizer:
+        offloaded = offload(tier, folder) | ({"buffer_size": 9000, "buffer_count": 1} if tier == "nvme" else {})
+        with zero_optimizer(model, torch.optim.SGD, lr=0.1, stage=3, offload_param=offloaded) as optimizer:
             shard_nbytes = sum(b.layout.shard_numel * 2 for b in optimizer.parts.runtime.buckets)
             x = torch.randn(2, 128, dtype=torch.bfloat16)
             for _ in range(2):
@@ -124,7 +124,7 @@ def check_moved_bytes(rank: int, folder: str) -> None:
             with moved() as m, zcomm.traffic() as traffic:
                 model(x).sum().backward()
             optimizer.zero_grad()
-            sent = traffic.bytes(operation="all_gather")  # on two ranks: what is this rank's own, once
+            sent = traffic.bytes(operation="all_gather")  # on two ranks: this rank's own part, counted once
             report = optimizer.memory()
             assert sum(report.shards.values()) >= shard_nbytes
             if tier == "none":
@@ -147,7 +147,7 @@ def test_each_rank_moves_its_slice_and_keeps_nothing_in_memory(tmp_path: Path) -
 
 
 def check_slices(rank: int, folder: str) -> None:
-    """Layers whose shards are whole pages: a rank's reads are exactly its part of every layer, once a forward."""
+    """Layers whose shards are whole pages: each forward reads exactly this rank's part of every layer, once."""
     world_size, width, reads = torch.distributed.get_world_size(), 256, Counter[str]()
     model = Deep(width)
     for layer in model.layers:
@@ -163,7 +163,7 @@ def check_slices(rank: int, folder: str) -> None:
 
         with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
             model(x)
-            model(x)  # from here on what the next forward needs first is read at the end of each
+            model(x)  # from here on each forward reads at its end what the next one needs first
             patch.setattr(store, "read", counted)
             with moved() as window:
                 model(x)
@@ -215,7 +215,7 @@ def test_whoever_reads_or_writes_shards_finds_them(tmp_path: Path) -> None:
 
 
 def damage(optimizer: ZeroOptimizer, name: str) -> None:
-    """Change a byte of the file that this rank's part of a parameter rests in."""
+    """Change a byte of the file that stores this rank's part of a parameter."""
     folder = optimizer.parts.runtime.parameter_storage._staging.store.folder
     info = dict(optimizer.parts.runtime.model.named_parameters())[name].zero_shard
     with (folder / f"bucket{info.bucket.index}").open("r+b") as file:
@@ -237,7 +237,7 @@ def check_faults(rank: int, folder: str) -> None:
                 loss_of(model, *batch(step, 0, rank)).backward()
             optimizer.zero_grad()
             param = model.blocks[2].mlp[0].weight
-            safe_set_full_fp32_param(param, safe_get_full_fp32_param(param))  # written anew
+            safe_set_full_fp32_param(param, safe_get_full_fp32_param(param))  # written again
             loss_of(model, *batch(step, 0, rank)).backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -257,7 +257,7 @@ def check_refusals(rank: int, folder: str) -> None:
             with expected, zero_optimizer(model, stage=3, offload_param=offload("nvme", path)):
                 pass
         assert not list(Path(folder).glob(f"*rank{rank}"))
-        loss_of(model, *batch(0, 0, rank)).backward()  # the model is whole
+        loss_of(model, *batch(0, 0, rank)).backward()  # the model is full again
 
 
 def test_what_goes_wrong_with_files_is_raised_on_every_rank(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""With ZERO_DEBUG=1 whatever is given back becomes NaN, and training has the same bits: nobody reads it any more."""
+"""With ZERO_DEBUG=1 all freed memory is filled with NaN, and training has the same bits: nothing reads it any more."""
 
 # covers zero/_activations/arena.py zero/_gradients/bucket_gradients.py zero/_gradients/reducer.py
 
@@ -53,14 +53,14 @@ CASES: dict[str, tuple[dict[str, Any], set[str]]] = {
         {"pool", "files"},
     ),
 }
-"""Options, and which memory is given back and poisoned under them."""
+"""Options, and the memory that is freed and poisoned under them."""
 SAME_BITS = ("part on the host", "host", "files")
 """As at stage 3 without offload."""
 
 
 @contextmanager
 def _debugging() -> Iterator[Counter[str]]:
-    """How often what was poisoned."""
+    """Count how often each memory was poisoned."""
     counts = Counter[str]()
     with pytest.MonkeyPatch.context() as patch:
         for name, module in PLACES.items():
@@ -94,7 +94,7 @@ def _train(rank: int, case: str, folder: str) -> dict[str, Tensor]:
         train(model, wrapped, rank, steps=2, num_micro=2)
         deadline = time.monotonic() + 10
         while wrapped.parts.runtime.pool.viewed() and time.monotonic() < deadline:
-            time.sleep(0.01)  # threads of gloo have tensors a moment longer than their exchange lasts
+            time.sleep(0.01)  # threads of gloo hold tensors for a moment after their exchange has ended
         assert not wrapped.parts.runtime.pool.viewed(), "training keeps views of buffers"
         return full_values(model)
 
@@ -138,6 +138,7 @@ def test_what_is_given_back_is_nan() -> None:
         slot = inputs.allocate(64, ticket)
         saved = inputs.view(ArenaSpan(0, 64)).fill_(1)
         del slot
+        assert inputs.nbytes == 64  # frees what was dropped
         assert saved.view(torch.float32).isnan().all()
     taken = buffers.take(100, torch.bfloat16).fill_(1)
     buffers.give(taken)
@@ -145,7 +146,7 @@ def test_what_is_given_back_is_nan() -> None:
 
 
 class _Exchange:
-    """Ends when it is waited for."""
+    """Completes when it is waited for."""
 
     def __init__(self, error: Exception | None = None) -> None:
         self.error, self.has_ended = error, False
@@ -171,7 +172,7 @@ def test_a_lent_buffer_stays_where_it_is(numel: int) -> None:
         buffers.lend(_works(None), taken)
     with pytest.raises(StateError, match="reclaimed only from the exchange it is lent to"):
         buffers.reclaim(list(works), taken)
-    works.append(_Exchange())  # exchanges of a gather start one by one
+    works.append(_Exchange())  # a gather starts its exchanges one by one
     buffers.reclaim(works, taken)
     assert all(work.has_ended for work in works)
     buffers.give(taken)
@@ -235,7 +236,7 @@ def _gathered_early(patch: pytest.MonkeyPatch) -> None:
 
 
 def _taken_for_granted(patch: pytest.MonkeyPatch) -> None:
-    """Whoever does not wait for the exchange."""
+    """Does not wait for the exchange."""
 
     def reclaim(self: BufferPool, _works: list[Work], *_buffers: Tensor) -> None:
         pass
@@ -270,7 +271,7 @@ def test_a_buffer_given_back_too_early_is_found() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", ["stage 3", "ZeRO++", "host", "delayed"])
 def test_streams_read_nothing_that_was_given_back(case: str) -> None:
-    """The fill is the current stream's: what another stream has not read yet would be NaN."""
+    """The current stream fills with NaN: another stream that has not finished reading would see it."""
 
     def trained() -> list[Tensor]:
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""dtypes of parameters, accumulation and wire: what each option does, at every stage, to values and to bytes."""
+"""dtypes of parameters, accumulation and wire: each option's effect on values and bytes, at every stage."""
 
 # covers zcomm/_base/env.py zero/_optim/loss_scale.py
 
@@ -27,7 +27,7 @@ STAGES = (0, 1, 2, 3)
 
 
 class Sum(nn.Module):
-    """``w`` times what comes in, summed: the gradient is what comes in."""
+    """Computes the sum of ``w`` times the input: the gradient is the input."""
 
     def __init__(self, numel: int = 600, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ def _sgd(params: Any) -> torch.optim.Optimizer:
 
 
 def _check_accumulation(rank: int) -> None:
-    """1, then 16 times 2^-8: half a unit of bfloat16 at 1, so that a sum in bfloat16 never leaves 1."""
+    """1, then 16 times 2^-8, which is half a unit of bfloat16 at 1: a sum in bfloat16 never leaves 1."""
     for stage in STAGES:
         for key, expected in ((None, 1.0625), ("fp32", 1.0625), ("bf16", 1.0)):
             options: dict[str, Any] = {"data_types": {"grad_accum_dtype": key}} if key else {}
@@ -61,7 +61,7 @@ def test_gradients_accumulate_in_float32_unless_asked() -> None:
 
 
 class Segments(nn.Module):
-    """The gradient of ``w`` comes in parts: 1 from the segment whose backward is first, then 16 times 2^-8."""
+    """The gradient of ``w`` arrives in parts: 1 from the segment whose backward is first, then 16 times 2^-8."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class Segments(nn.Module):
 
 
 def _check_segments(rank: int) -> None:
-    """2^-8 is half a unit of bfloat16 at 1."""
+    """2^-8 is half a unit of bfloat16 at 1, so a sum in bfloat16 would lose the later parts."""
     model, x = Segments(), torch.zeros(600, dtype=torch.bfloat16, requires_grad=True)
     with zero_optimizer(model, _sgd(model.parameters()), stage=2) as optimizer, zcomm.traffic() as sent:
         model(x).backward()
@@ -104,13 +104,10 @@ class Two(nn.Module):
 
 
 def _check_widths(rank: int) -> None:
-    """Within ``no_sync`` rank 1 uses one parameter, or none; the ranks' exchanges, which are compared, stay equal."""
+    """Within ``no_sync`` rank 1 uses one parameter, or none; the compared exchanges of the ranks stay equal."""
     usual, model = env.is_set, Two()
     options = {"stage": 2, "reduce_bucket_size": 600}
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        zero_optimizer(model, _sgd(model.parameters()), **options) as optimizer,
-    ):
+    with pytest.MonkeyPatch.context() as patch, zero_optimizer(model, _sgd(model.parameters()), **options) as optimizer:
         patch.setattr(env, "is_set", lambda name: name == "ZCOMM_DEBUG" or usual(name))
         assert len(optimizer.parts.runtime.buckets) == 2
         for used, backwards in (((0,), 1), ((), 1), ((0,), 0)):
@@ -129,7 +126,7 @@ def test_the_width_of_gradients_goes_by_what_all_ranks_know() -> None:
 
 
 def _check_wire(rank: int) -> None:
-    """1 + 2^-10 is a float16 number, and not a bfloat16 one."""
+    """1 + 2^-10 is a float16 number, but not a bfloat16 one."""
     exact = 1 + 2**-10
     for stage in STAGES:
         for key, expected, nbytes in ((None, exact, 4), ("fp32", exact, 4), ("fp16", exact, 2), ("bf16", 1.0, 2)):
@@ -154,7 +151,7 @@ def _two_losses(model: nn.Module, step: int, rank: int) -> list[Tensor]:
 
 
 def _check_several_losses(rank: int) -> None:
-    """Each loss has its own backward; one overflow of any, on any rank, skips the step of all and nothing else."""
+    """Each loss has its own backward; one overflow of any, on any rank, skips exactly this step, on all ranks."""
     overflows = {1: (0, 1), 3: (1, 0)}  # step: loss, rank
     plain = new_model(torch.float64)
     reference = torch.optim.AdamW(plain.parameters(), lr=1e-2)
@@ -184,7 +181,7 @@ def test_several_losses_of_one_optimizer() -> None:
 
 
 class Normed(nn.Module):
-    """Linear layers in 16 bit around a norm that may stay in float32."""
+    """Linear layers in 16 bits around a norm that may stay in float32."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -207,7 +204,7 @@ def _normed() -> Normed:
 
 
 def _check_mixed_dtypes(rank: int) -> None:
-    """The oracle casts float32 masters itself, all but the norm."""
+    """The oracle casts float32 masters itself, except for the norm."""
     plain = _normed()
     for name, param in plain.named_parameters():
         if "norm" not in name:
@@ -246,7 +243,7 @@ def test_one_model_with_several_dtypes() -> None:
 
 
 def _check_autocast(rank: int) -> None:
-    """The forward that torch.autocast gives, on float32 parameters; under float16 with a loss scale."""
+    """float32 parameters under torch.autocast, with a loss scale for float16."""
     for dtype, wanted in (("bfloat16", torch.bfloat16), ("float16", torch.float16)):
         plain = _normed()
         reference = _sgd(plain.parameters())
@@ -284,7 +281,7 @@ def test_autocast_inside_the_engine() -> None:
 
 
 class _Casts(TorchDispatchMode):
-    """Which 16-bit copies of matrices have been made, and are still there."""
+    """Tracks 16-bit copies of matrices, and which of them are alive."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -312,7 +309,7 @@ def _check_autocast_cache(rank: int) -> None:
             with torch.no_grad():
                 first = model(torch.ones(2, 9))
                 assert len(alive) == 6
-                assert max(alive) <= 2, alive  # else a model's worth, in 16 bit
+                assert max(alive) <= 2, alive  # otherwise as much as the model, in 16 bits
             model(torch.ones(2, 9)).float().sum().backward()
             optimizer.step()
             with torch.no_grad():

@@ -1,9 +1,9 @@
-"""Random faults during training on files: a step is made or it never was, and the run ends in the bits of no fault.
+"""Random faults during training on files: each step happens fully or not at all, and the result has the same bits.
 
-What every step must give is known beforehand, from a run without offload or faults. A fault is injected on one rank, in
-forward and backward, in the step, or in both; then it is healed. Every rank must then see an error, or none. If it can
-be read at all, everything is as before the step or as after it, and a step that raised is tried again. Where data are
-lost the training goes on from the last checkpoint. ZERO_TEST_FAULTS=100 injects so many.
+The expected results come from a run without offload or faults. A fault is injected on one rank, in forward and
+backward, in the step, or in both; then it is healed. Either every rank must get an error, or none. If state can be read
+at all, it is that before the step or after it, and a step that raised is retried. Where data are lost, training
+continues from the last checkpoint. ZERO_TEST_FAULTS=100 injects so many.
 """
 
 # covers zero/_storage/file_store.py
@@ -36,7 +36,7 @@ from zero._storage.file_store import FileStore, StoredFile
 
 NUM_FAULTS = int(os.environ.get("ZERO_TEST_FAULTS", "10"))
 AT_ONCE = 5
-"""Faults of one call of the ranks."""
+"""Faults per call of the ranks."""
 STEPS, SAVE_EVERY = 6, 2
 COMMON: dict[str, Any] = {"lr": 1e-2, "bf16": {"enabled": True}, "gradient_clipping": 0.5}
 STAGE_3 = {"stage": 3, "fp32_optimizer_states": False}
@@ -56,7 +56,7 @@ def _options(case: str, folder: str) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _snapshot(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters, masters and moments, whole."""
+    """Full parameters, masters and moments."""
     found = full_values(model)
     for name, param in model.named_parameters():
         found[f"{name} master"] = zero.utils.safe_get_full_fp32_param(param)
@@ -68,7 +68,7 @@ def _snapshot(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 class Training:
-    """A model whose optimizer is built anew, from the last checkpoint, when data are lost."""
+    """A model whose optimizer is rebuilt from the last checkpoint when data are lost."""
 
     def __init__(self, rank: int, options: dict[str, Any], checkpoints: str) -> None:
         self.rank, self.options, self.checkpoints = rank, options, checkpoints
@@ -109,7 +109,7 @@ class Training:
         )
 
 
-# What goes wrong, on one rank
+# Kinds of faults, on one rank
 
 
 @contextmanager
@@ -140,7 +140,7 @@ def _no_more_memory() -> Iterator[None]:
 
 
 def _fault(draw: random.Random, training: Training) -> tuple[str, Any]:
-    """A kind, and its context manager; the same draws whatever comes of them."""
+    """A kind and its context manager; the draws do not depend on their outcomes."""
     kind = draw.choice(["file", "file", "byte", "read", "write", "buffer", "update", "RLIMIT_AS"])
     store = training.stores()[draw.randrange(3) % len(training.stores())]
     files = [file for file in store._open.files.values() if file.nbytes >= 6 * PAGE]
@@ -164,7 +164,7 @@ def _fault(draw: random.Random, training: Training) -> tuple[str, Any]:
 
 
 def _on_all(call: Callable[[], Any]) -> tuple[Any, Exception | None]:
-    """What it returns, or its error: on every rank, or on none."""
+    """Return the call's result, or its error: every rank must have one, or no rank."""
     result, failure = None, None
     try:
         result = call()
@@ -190,11 +190,11 @@ def _attempt(training: Training, scope: str, fault: Any) -> None:
 
 
 def _inject(training: Training, draw: random.Random, known: list[dict[str, torch.Tensor]]) -> list[str]:
-    """One fault and what follows from it, in words."""
+    """Inject one fault; return a description of what followed."""
     victim, scope = draw.randrange(2), draw.choice(["backward", "step", "both"])
     kind, fault = _fault(draw, training)
     if kind == "RLIMIT_AS":
-        scope = "step"  # torch's own allocations in forward and backward cannot be tried again
+        scope = "step"  # torch's own allocations in forward and backward cannot be retried
     found = [f"fault: {kind}"]
     _, error = _on_all(lambda: _attempt(training, scope, fault if training.rank == victim else nullcontext()))
     found.append("no error" if error is None else f"error: {type(error).__name__}")

@@ -1,4 +1,4 @@
-"""A step that failed on files and is tried again counts once: the loss scale, accumulation, and the bits of the run."""
+"""A step that failed on files and is retried counts once: in the loss scale, in accumulation, and in every bit."""
 
 # covers zero/_runtime/write_back.py zero/_step/final_gradients.py zero/_step/update.py
 
@@ -22,7 +22,7 @@ FP16: dict[str, Any] = {"enabled": True, "initial_scale_power": 6, "loss_scale_w
 
 
 def _fails(optimizer: zero.ZeroOptimizer, rank: int, *, waits: bool) -> Any:
-    """One write of states fails on one rank; returns how to undo that. ``waits``: for the update that is under way."""
+    """Make one write of states fail on one rank; return how to undo that. ``waits``: for the update in flight."""
     store = optimizer.parts.runtime.state_files.store
     call = store.write
     if waits:
@@ -33,7 +33,7 @@ def _fails(optimizer: zero.ZeroOptimizer, rank: int, *, waits: bool) -> Any:
 
 
 def _train(rank: int, folder: str, *, delayed: bool, fails_at: int) -> tuple[list[Any], dict[str, torch.Tensor]]:
-    """Six steps of fp16, the fourth of which overflows; the scales after each."""
+    """Six steps of fp16, the fourth of which overflows; return the scale after each."""
     model, scales = new_model(), []
     options = nvme(folder, stage=2, fp16=FP16, gradient_clipping=0.5) | {"delayed_update": delayed}
     with zero_optimizer(model, zero.CPUAdam, lr=1e-2, **options) as optimizer:
@@ -66,12 +66,12 @@ def _check_scales(rank: int, folder: str) -> None:
 
 
 def test_a_retried_step_counts_once_for_the_loss_scale(tmp_path: Path) -> None:
-    """With a delayed update it is the step after the failed one that is tried again, and that one is skipped."""
+    """With a delayed update the step after the failed one is retried, and that one is skipped."""
     run_ranks(2, _check_scales, str(tmp_path))
 
 
 def _check_engine(rank: int, folder: str) -> None:
-    """Each rank has a disk of its own."""
+    """The ranks do not share a disk."""
     path = Path(folder) / f"disk{rank}"
     path.mkdir(exist_ok=True)
     tier = {"device": "nvme", "nvme_path": str(path)}

@@ -1,4 +1,4 @@
-"""The stage-3 schedule without processes: plans against their limits, and the gatherer under Works of any speed."""
+"""The stage-3 schedule without processes: plans keep their limits, and the gatherer works at any network speed."""
 
 # covers zero/_config/settings.py zero/_gather/gatherer.py zero/_sharding/bucket.py
 
@@ -21,7 +21,7 @@ from zcomm import StateError, Topology
 from zero._config.settings import ZeroSettings, resolve
 from zero._gather.gather_sources import gather_options
 from zero._gather.gatherer import Gatherer, Mode
-from zero._sharding.bucket import Bucket, BucketState
+from zero._sharding.bucket import Bucket, BucketState, Hold
 from zero._sharding.buffer_pool import BufferPool
 from zero._sharding.layout import BucketLayout
 from zero._sharding.prefetch_plan import Limits, PrefetchPlan, Schedule, Use, make_plan
@@ -36,21 +36,21 @@ LIMITS = st.builds(
 
 @st.composite
 def orders(draw: Any) -> tuple[list[list[int]], list[Use]]:
-    """Sizes, and an order of uses: begun and ended at random, never one bucket twice at a time."""
+    """Sizes, and an order of uses that start and end at random; a bucket has one use at a time."""
     sizes = draw(SIZES)
-    begun: list[list[int]] = []
+    started: list[list[int]] = []
     in_use: dict[int, int] = {}
     for bucket in draw(st.lists(st.integers(0, len(sizes) - 1), max_size=25)):
         if bucket in in_use:
-            begun[in_use.pop(bucket)][1] = len(begun)
+            started[in_use.pop(bucket)][1] = len(started)
         else:
-            in_use[bucket] = len(begun)
-            begun.append([bucket, 0])
-    return sizes, [Use(bucket, end or len(begun)) for bucket, end in begun]
+            in_use[bucket] = len(started)
+            started.append([bucket, 0])
+    return sizes, [Use(bucket, end or len(started)) for bucket, end in started]
 
 
 def _replay(plan: PrefetchPlan, sizes: list[list[int]]) -> list[tuple[int, int, int]]:
-    """Follow ``plan`` step by step. Returns live, prefetched and needed elements after each use has begun."""
+    """Follow ``plan`` step by step. Returns live, prefetched and needed elements after each use has started."""
     progress: dict[int, int] = {}  # bucket -> exchanges started since it was last released
     in_use: set[int] = set()
     kept: set[int] = set()
@@ -109,7 +109,7 @@ def test_gathers_start_in_the_order_of_their_uses(order: tuple[list[list[int]], 
 
 
 def test_what_a_plan_looks_like() -> None:
-    """Three layers of 10, forward and backward: the next one is prefetched, the last one is kept."""
+    """Three layers of 10, forward and backward: the next layer is prefetched, the last one is kept."""
     uses = [Use(b, at + 1) for at, b in enumerate((0, 1, 2, 2, 1, 0))]
     plan = make_plan(uses, [[10], [10], [10]], Limits(prefetch_numel=10, live_numel=20, reuse_numel=1))
     assert plan.prefetches == (((1, 1),), ((2, 1),), ((1, 1),), (), ((0, 1),), ())
@@ -145,7 +145,7 @@ def test_a_schedule_learns_a_new_order() -> None:
 
 
 class FakeExchange:
-    """Ends when it likes, at the latest when somebody waits; its values are seen only then."""
+    """Completes at any time, at the latest when it is waited for; its values appear only then."""
 
     def __init__(self, bucket: Bucket, columns: slice, full: torch.Tensor) -> None:
         self.full: torch.Tensor | None = full
@@ -158,7 +158,7 @@ class FakeExchange:
             self.has_ended = True
             assert self.full is not None
             self.full.copy_(self.values)
-            self.full = None  # no exchange that has ended holds what it has filled
+            self.full = None  # complete exchanges must not hold what they have filled
 
     wait = end
 
@@ -176,7 +176,10 @@ class FakeNetwork:
             self.exchanges.append(exchange)
             return exchange
 
-        return SimpleNamespace(start=start, exchanges=[c.stop - c.start for c in columns])
+        numels = [c.stop - c.start for c in columns]
+        source = SimpleNamespace(start=start, exchanges=numels, reads_shard=True, keeps_values=False, nbytes=0)
+        source.gathered, source.values_changed = lambda _full: None, lambda: None
+        return source
 
 
 class PoisonedPool(BufferPool):
@@ -186,7 +189,7 @@ class PoisonedPool(BufferPool):
 
 
 class BucketsUnderAnyNetwork(RuleBasedStateMachine):
-    """A gatherer of one rank whose exchanges end in any order, under uses that begin and end in any order."""
+    """The gatherer of one rank whose exchanges complete in any order, under uses that start and end in any order."""
 
     @initialize(seed=st.integers(0, 999), prefetch=st.booleans(), reuse=st.sampled_from((0, 900, 10**6)))
     def build(self, *, seed: int, prefetch: bool, reuse: int) -> None:
@@ -206,8 +209,8 @@ class BucketsUnderAnyNetwork(RuleBasedStateMachine):
             self.pool,
             self.parameter_storage,
         )
-        self.gatherer._primary = [self.network.source_of(b, self.random.randint(1, 3)) for b in self.buckets]
-        exchanges = [source.exchanges for source in self.gatherer._primary]
+        self.gatherer._sources = [self.network.source_of(b, self.random.randint(1, 3)) for b in self.buckets]
+        exchanges = [source.exchanges for source in self.gatherer._sources]
         limits = Limits(prefetch_numel=1200 * prefetch, live_numel=self.random.choice((1500, 10**6)), reuse_numel=reuse)
         self.gatherer._schedules = {mode: Schedule(exchanges, limits) for mode in Mode}
         self.order = [self.random.randrange(4) for _ in range(12)]
@@ -232,12 +235,12 @@ class BucketsUnderAnyNetwork(RuleBasedStateMachine):
 
     def _use(self, index: int) -> None:
         self.num_held[index] += 1
-        self.buckets[index].forward_depth += 1
+        self.buckets[index].hold(Hold.FORWARD)
         self.gatherer.acquire(self.buckets[index], Mode.TRAINING)
 
     def _end(self, index: int) -> None:
         self.num_held[index] -= 1
-        self.buckets[index].forward_depth -= 1
+        self.buckets[index].drop(Hold.FORWARD)
         self.gatherer.release_if_unneeded(self.buckets[index])
 
     @rule()
@@ -248,7 +251,7 @@ class BucketsUnderAnyNetwork(RuleBasedStateMachine):
 
     @rule(num_uses=st.integers(1, 12))
     def go_on(self, num_uses: int) -> None:
-        """Use the next ones one after the other, as they are expected."""
+        """Run the next uses in the expected order."""
         for _ in range(num_uses):
             index = self.order[self.position % len(self.order)]
             self.use_the_next()
@@ -291,7 +294,7 @@ class BucketsUnderAnyNetwork(RuleBasedStateMachine):
 
     @rule(num_uses=st.integers(0, 12))
     def values_change(self, num_uses: int) -> None:
-        """Of all that nobody uses, which then goes on."""
+        """Change the values of all buckets that are not in use."""
         idle = [bucket for bucket in self.buckets if not self.num_held[bucket.index]]
         for bucket in idle:
             bucket.shard.add_(4)

@@ -1,4 +1,4 @@
-"""The JSON's schedules against curves written down from their documentation, step by step."""
+"""The JSON's learning rate schedules equal curves written down from their documentation, step by step."""
 
 # covers zero/_optim/lr_schedulers.py
 
@@ -24,8 +24,8 @@ LR = 0.02
 
 
 def _warmup(t: int, low: float, high: float, num: int, kind: str = "log") -> float | None:
-    """The learning rate of optimizer step ``t`` (from 0) while it warms up; None after."""
-    done = t - 1  # schedule steps that have been taken, counted from 0
+    """The learning rate of optimizer step ``t`` (from 0) during warmup; None afterwards."""
+    done = t - 1  # the number of schedule steps taken
     if done >= num:
         return None
     if done < 0:
@@ -61,7 +61,7 @@ def _one_cycle(t: int, low: float, high: float, up: int, down: int, decay: float
 
 
 def _stairs(t: int, low: float, high: float, up: int, num: int) -> float:
-    """Up in ``num`` stairs, down in as many, then constant."""
+    """Up in ``num`` steps of a staircase, down in as many, then constant."""
     if t > 2 * up:
         return low
     stair = (t if t <= up else 2 * up - t) * num // up
@@ -167,7 +167,7 @@ def _check_skipped_steps(rank: int) -> None:
         num_taken = 0
         for t in range(STEPS):
             assert engine.get_lr() == [pytest.approx(curve(num_taken), rel=1e-12, abs=1e-15)], (name, t)
-            overflows = t % 7 in (0, 4, 5) and t < 200  # the first one, two in a row, long quiet in the end
+            overflows = t % 7 in (0, 4, 5) and t < 200  # the first step, two in a row, none for long at the end
             loss = engine(torch.ones(1, 1, dtype=torch.float16)).sum()
             engine.backward(loss * (math.inf if overflows else 1.0))
             engine.step()
@@ -177,7 +177,7 @@ def _check_skipped_steps(rank: int) -> None:
 
 
 def test_skipped_steps_do_not_move_the_curve() -> None:
-    """A step whose gradients overflowed leaves the rate as it is, at any place of every curve."""
+    """A step whose gradients overflowed keeps the rate, anywhere on any curve."""
     run_ranks(1, _check_skipped_steps)
 
 

@@ -21,13 +21,13 @@ import torch.distributed as dist
 from tests.ranks import run_ranks
 from tests.rotation import of_the_day
 from tests.zero.models import batch
-from tests.zero.soak import MODES, Look, look, slope, soak, what_grew
+from tests.zero.soak import MODES, Sample, sample, slope, soak, what_grew
 
 SHORT, LONG = 36, int(os.environ.get("ZERO_SOAK_STEPS", "10000"))
 EVERY_SHORT, EVERY = 3, 100
-"""Steps between two saves, and looks."""
-NUM_LOOKS = 95
-"""Of a long run, from the step on at which all is settled."""
+"""Steps between two saves, each followed by a sample."""
+NUM_SAMPLES = 95
+"""The number of samples of a long run, from the step on at which resources must stay constant."""
 ID = dict(zip(MODES, (name.replace(" ", "-").replace(",", "") for name in MODES), strict=True))
 
 
@@ -53,7 +53,7 @@ def test_ten_thousand_steps_leave_nothing_behind(tmp_path: Path, name: str, monk
 
 
 class Leak(NamedTuple):
-    """Keeps one more of something, and gives it back."""
+    """Takes one more resource of a kind; ``undo`` frees it."""
 
     leak: Callable[[list[Any], Path], None]
     undo: Callable[[Any], None]
@@ -65,7 +65,7 @@ def _start(kept: list[Any]) -> None:
 
 
 def _map(kept: list[Any]) -> None:
-    """New pages: in a rank that has lived for long, small objects find room among what others have freed."""
+    """Use new pages: in a process that has run for long, small objects fit into memory that others have freed."""
     kept.append(mmap.mmap(-1, 1024 * EVERY))
     kept[-1].write(bytes([1]) * len(kept[-1]))
 
@@ -77,19 +77,19 @@ LEAKS = {
     "files": Leak(lambda kept, folder: kept.append((folder / str(len(kept))).write_text("")), id),
     "resident": Leak(lambda kept, _: _map(kept), mmap.mmap.close),
 }
-"""Of memory, a kilobyte a step."""
+"""The leak of memory is a kilobyte per step."""
 
 
 def _check_leak(rank: int, name: str, path: str) -> None:
-    """As many looks as a long run has, without its steps; between two of them one thing leaks."""
+    """Take as many samples as a long run does, without its steps; one resource leaks between two of them."""
     kept: list[Any] = []
-    looks = []
-    for number in range(NUM_LOOKS):
+    samples = []
+    for number in range(NUM_SAMPLES):
         LEAKS[name].leak(kept, Path(path))
-        looks.append(look(number * EVERY, Path(path)))
+        samples.append(sample(number * EVERY, Path(path)))
     for one in kept:
         LEAKS[name].undo(one)
-    assert name in [text.partition(":")[0] for text in what_grew(looks)], looks[-1]
+    assert name in [text.partition(":")[0] for text in what_grew(samples)], samples[-1]
 
 
 @pytest.mark.parametrize("name", LEAKS)
@@ -115,11 +115,13 @@ def test_a_kilobyte_a_step_is_found_in_training(tmp_path: Path) -> None:
     run_ranks(2, _check_leak_in_training, str(tmp_path))
 
 
-def _looks(resident: Callable[[int], float]) -> list[Look]:
-    return [Look(step, int(resident(step)), 40, 3, 2, 2, 20) for step in range(500, 10001, 100)]
+def _samples(resident: Callable[[int], float]) -> list[Sample]:
+    return [Sample(step, int(resident(step)), 40, 3, 2, 2, 20) for step in range(500, 10001, 100)]
 
 
 def test_memory_that_is_taken_once_is_no_leak_and_little_at_every_step_is_one() -> None:
-    assert what_grew(_looks(lambda step: 3e8 + 2**21 * (step > 4000) + 30000 * (step % 700 == 0))) == []
-    assert what_grew(_looks(lambda step: 3e8 + 2**21 * (step > 4000) + 1024 * step)) == ["resident: 1024 bytes a step"]
-    assert slope(_looks(lambda step: 3e8 - 10 * step)) == -10
+    assert what_grew(_samples(lambda step: 3e8 + 2**21 * (step > 4000) + 30000 * (step % 700 == 0))) == []
+    assert what_grew(_samples(lambda step: 3e8 + 2**21 * (step > 4000) + 1024 * step)) == [
+        "resident: 1024 bytes a step"
+    ]
+    assert slope(_samples(lambda step: 3e8 - 10 * step)) == -10

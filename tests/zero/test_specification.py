@@ -1,4 +1,4 @@
-"""What the texts about ZeRO say beyond the stages, and their JSONs: the last table of docs/conformance.md."""
+"""ZeRO's papers and tutorials beyond the stages, and their JSONs: the last table of docs/conformance.md."""
 
 # covers zero/_config/__init__.py zero/_optim/loss_scale.py zero/cli.py
 
@@ -32,7 +32,7 @@ HALF = torch.float16
 
 
 def test_the_first_loss_scale() -> None:
-    """2^16 if nothing is said, as DeepSpeed documents it; the 2^32 of the course's JSONs where they say it."""
+    """2^16 by default, as DeepSpeed documents it; the 2^32 of the course's JSONs where they set it."""
     scales = {}
     for name, config in {"absent": {"fp16": {"enabled": True}}, "zero_dp": CONFIGS["zero_dp"]}.items():
         scale = loss_scale_of(resolve_config(config, {}).configuration.values)
@@ -45,7 +45,7 @@ def test_the_first_loss_scale() -> None:
 
 
 class StrictRMSNorm(nn.Module):
-    """A norm of one's own, which takes nothing but float32, as kernels for GPUs do that have one dtype for all."""
+    """A user's norm that accepts float32 only, like GPU kernels with one dtype for all operands."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class StrictRMSNorm(nn.Module):
 
 
 class NormalizedLinear(nn.Linear):
-    """No normalisation layer, whatever its name."""
+    """No normalization layer, in spite of its name."""
 
 
 class PreNorm(nn.Module):
@@ -91,7 +91,7 @@ def _by_hand(model: nn.Sequential, x: Tensor) -> Tensor:
 def _check_presets(rank: int) -> None:
     x = torch.randn(6, 8, generator=torch.Generator().manual_seed(rank))
     wide = _normed()
-    with torch.no_grad():  # the values that float16 parameters have
+    with torch.no_grad():  # the values of the float16 parameters
         for name, param in wide.named_parameters():
             param.copy_(param.half() if _is_matrix(name) else param)
     expected = _by_hand(wide, x.half().float())
@@ -105,7 +105,7 @@ def _check_presets(rank: int) -> None:
             n: HALF if _is_matrix(n) else torch.float32 for n, _ in model.named_parameters()
         }
         assert model[5].running_mean.dtype == torch.float32
-        out = engine(x)  # float32: cast, as Apex does
+        out = engine(x)  # cast to float32, as Apex does
         assert out.dtype == HALF
         torch.testing.assert_close(out.float(), expected, rtol=2e-2, atol=2e-2)
         engine.backward(out.float().square().mean())
@@ -122,7 +122,7 @@ def test_o2_keeps_every_norm_in_float32() -> None:
     run_ranks(2, _check_presets)
 
 
-# Infinity puts its parameters into files
+# ZeRO-Infinity stores its parameters in files
 
 
 def _check_infinity(rank: int, config: dict[str, Any]) -> None:
@@ -144,7 +144,7 @@ def test_the_infinity_json_puts_all_parameters_into_files(tmp_path: Path) -> Non
     assert places == {"nvme": 2 * 10**9 / 4}
 
 
-# Offload: torch's Adam is updated by zero's
+# Offload: zero's CPUAdam replaces torch's Adam
 
 
 def _model() -> nn.Sequential:
@@ -163,7 +163,7 @@ def _groups(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def _adam_by_formula(options: dict[str, Any], steps: int, *, decouples: bool) -> list[Tensor]:
-    """Adam as its papers write it, in float64, of one process with the whole batch."""
+    """Adam as in its paper, in float64, in one process with the whole batch."""
     model = _model().double()
     defaults = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01 if decouples else 0.0} | options
     state: dict[Tensor, list[Tensor]] = {}
@@ -203,8 +203,8 @@ def _check_adam(rank: int, folder: str) -> None:
             given = kind(_groups(model), **{"lr": 1e-2, **options})
             tier = {"device": device} | ({"nvme_path": folder} if device == "nvme" else {})
             with zero_optimizer(model, given, stage=stage, offload_optimizer=tier) as optimizer:
-                said = f"updated on the host by zero's CPUAdam in place of the torch.optim.{kind.__name__}"
-                assert said in str(optimizer.effective)
+                described = f"updated on the host by zero's CPUAdam in place of the torch.optim.{kind.__name__}"
+                assert described in str(optimizer.effective)
                 for step in range(1, steps + 1):
                     _loss(model, step, range(rank, rank + 1)).backward()
                     optimizer.step()
@@ -261,7 +261,7 @@ def test_checkpoints_go_both_ways_between_torchs_adam_and_zeros(tmp_path: Path) 
 
 
 class OwnAdam(torch.optim.Adam):
-    """What it does is not known."""
+    """A class that the library does not know."""
 
 
 def _check_kept(rank: int) -> None:
@@ -293,7 +293,7 @@ def test_what_zeros_adam_does_not_do_stays_torchs() -> None:
 
 
 def _check_scheduler(rank: int) -> None:
-    """One that was built on the optimizer which was given."""
+    """A scheduler that was built on the user's optimizer still drives the rate."""
     model = _model()
     given = torch.optim.Adam(model.parameters(), lr=0.5)
     scheduler = torch.optim.lr_scheduler.StepLR(given, step_size=1, gamma=0.0)
@@ -301,7 +301,7 @@ def _check_scheduler(rank: int) -> None:
         _steps(model, optimizer, rank, range(1))
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            scheduler.step()  # no warning that there was no step before
+            scheduler.step()  # no warning that the scheduler stepped first
         before = [p.detach().clone() for p in model.parameters()]
         _steps(model, optimizer, rank, range(1, 2))
         assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))  # lr is 0 now
@@ -313,7 +313,7 @@ def test_a_scheduler_of_the_given_adam_goes_on() -> None:
 
 
 class Coupled(torch.optim.SGD):
-    """What an element gets depends on all of its tensor."""
+    """The update of an element depends on all of its tensor."""
 
     def step(self, closure: Any = None) -> Any:  # type: ignore[override]
         for group in self.param_groups:
@@ -346,9 +346,9 @@ def test_trial_steps_are_those_of_optimizers_with_schedulers_too(tmp_path: Path)
 
 
 def _storages() -> dict[int, int]:
-    """Every storage alive in this process, by the garbage collector."""
+    """All live storages in this process, found by the garbage collector."""
     gc.collect()
-    with torch._C.DisableTorchFunctionSubclass():  # released parameters answer no questions
+    with torch._C.DisableTorchFunctionSubclass():  # released parameters raise when their storage is read
         found = [x for x in gc.get_objects() if type(x).__name__ != "weakproxy" and issubclass(type(x), Tensor)]
         real = [
             x.untyped_storage()
@@ -407,7 +407,7 @@ def test_states_take_what_the_paper_says(world_size: int) -> None:
     run_ranks(world_size, _check_sums, world_size)
 
 
-# Who speaks
+# Which rank logs
 
 
 class Heard(logging.Handler):
@@ -420,7 +420,7 @@ class Heard(logging.Handler):
 
 
 class Mpu:
-    """Ranks 0, 1 and 2, 3 hold parts of one model each."""
+    """Ranks 0, 1 and 2, 3 each hold the parts of one model."""
 
     def __init__(self, rank: int) -> None:
         made = [torch.distributed.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
@@ -441,7 +441,7 @@ class Mpu:
 
 
 class Borrows(nn.Module):
-    """Checkpoints its layers, and uses a weight that is not its own."""
+    """Checkpoints its layers, and uses a weight that another module owns."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -498,5 +498,5 @@ def _check_notices(rank: int) -> None:
 
 
 def test_what_every_rank_knows_is_said_by_one() -> None:
-    """Also where ranks hold parts of a model, and each part has a first rank."""
+    """Common messages are logged by one rank, also where ranks hold parts of a model and each part has a first rank."""
     run_ranks(4, _check_notices)

@@ -1,4 +1,4 @@
-"""The schedule of stage 3 on live ranks: it changes no bit, keeps its caps, and works with what users do to modules."""
+"""The stage-3 schedule on live ranks: it changes no bit, keeps its limits, and works with models that users modify."""
 
 # covers zero/_sharding/units.py
 
@@ -25,7 +25,7 @@ WIDTH, VOCAB = 48, 300
 
 
 class LoRA(nn.Module):
-    """A frozen layer with a small trainable detour, as adapters are."""
+    """A frozen layer with a small trainable branch, as in adapters."""
 
     def __init__(self, base: nn.Linear, rank: int = 2) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class LoRA(nn.Module):
 
 
 class Layer(nn.Module):
-    """Two levels of modules, with a parameter of its own."""
+    """Two levels of modules, and a parameter of its own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class Model(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.wte(tokens)
-        # Reentrant checkpointing gives a gradient for each use, which are averaged one by one: sums of other order.
+        # Reentrant checkpointing gives a gradient for each use, which are averaged separately: sums in another order.
         for layer in self.layers if self.use_reentrant else (*self.layers, self.layers[0]):
             x = layer(x) if self.use_reentrant is None else checkpoint(layer, x, use_reentrant=self.use_reentrant)
         return self.head(x)
@@ -106,7 +106,7 @@ def _with_inference(model: Model, step: int, rank: int) -> Tensor:
 
 
 def _changing(model: Model, step: int, rank: int) -> Tensor:
-    """Every second step another order, and another number of forwards."""
+    """Every second step has another order, and another number of forwards."""
     loss = loss_of(model, step, rank)
     return loss + model.layers[1](torch.ones(1, WIDTH)).sum() * 1e-3 if step % 2 else loss
 
@@ -158,7 +158,7 @@ def test_no_schedule_changes_a_bit(loop: str) -> None:
 
 @contextmanager
 def _watched_pool(optimizer: ZeroOptimizer, dtype: torch.dtype) -> Iterator[list[int]]:
-    """The elements of ``dtype`` that are handed out, after each time that some are."""
+    """The elements of ``dtype`` that the pool has handed out, sampled after each handout."""
     pool, held, seen = optimizer._runtime.pool, {}, [0]
     take, give = pool.take, pool.give
 
@@ -198,8 +198,8 @@ def _logged() -> Iterator[list[str]]:
 
 
 def _peak_and_sent(rank: int, **options: Any) -> tuple[int, int, list[str]]:
-    """Of a step that goes by plan: the most bfloat16 elements gathered at a time, and bytes that all-gathers sent."""
-    options["gradient_format"] = "bf16"  # on the wire: gradients wait in float32
+    """For a planned step: the peak of gathered bfloat16 elements, and the bytes that all-gathers sent."""
+    options["gradient_format"] = "bf16"  # on the wire: gradients are kept in float32
     model = new_model(torch.bfloat16)
     params = [p for p in model.parameters() if p.requires_grad]
     with _logged() as texts, zero_optimizer(model, torch.optim.SGD(params, lr=0.1), stage=3, **options) as optimizer:
@@ -241,7 +241,7 @@ def test_caps_hold_and_say_what_they_cost() -> None:
 
 
 def _check_backward_gathers(rank: int) -> None:
-    """Bytes of all-gathers: half of 2 an element go from here."""
+    """Bytes of all-gathers: this rank sends half of 2 per element."""
     embedding, layer, head, tokens = 4096, 1024, 2048, torch.arange(8)[None] + rank
     for reuse, is_frozen in ((1, False), (0, False), (1, True)):
         torch.manual_seed(0)
@@ -286,7 +286,7 @@ def test_a_module_larger_than_the_cap_is_gathered_in_parts() -> None:
 
 
 def _check_exchanges(rank: int) -> None:
-    """Nothing that is prefetched is larger than its cap, nothing that is exchanged than its own."""
+    """No prefetch exceeds its limit, and no exchange exceeds its own."""
     model = new_model(torch.bfloat16)
     params = [p for p in model.parameters() if p.requires_grad]
     options = {"stage3_prefetch_bucket_size": 4096, "allgather_bucket_size": 6000}
@@ -346,7 +346,7 @@ def _check_compiled(rank: int, how: str) -> None:
         return values
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's compiler asks a tensor for its .grad, without us, too
+        warnings.simplefilter("ignore")  # torch's compiler reads a tensor's .grad even without the library
         assert_same_bits(run(3), run(2))
 
 
@@ -356,7 +356,7 @@ def test_compiled_layers(how: str) -> None:
 
 
 def _check_two_models(rank: int) -> None:
-    """Two models that take turns, over the same process groups."""
+    """Two models that alternate, over the same process groups."""
 
     def run(stage: int) -> list[dict[str, Tensor]]:
         models = [new_model(), new_model()]

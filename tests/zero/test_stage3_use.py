@@ -1,4 +1,4 @@
-"""Stage 3 as users use models: odd orders of forward and backward, inference, and touching what is not there."""
+"""Stage 3 in use: unusual orders of forward and backward, inference, and access to released parameters."""
 
 # covers zero/_gradients/reducer.py
 
@@ -127,7 +127,7 @@ def _check_modifier_rank(rank: int) -> None:
                 with GatheredParameters(bias, modifier_rank=1), torch.no_grad():
                     bias.fill_(rank + 2.0)
                 loss_of(model, *batch(0, 0, rank)).backward()
-                optimizer.step()  # publishes the masters: they must have taken the values over
+                optimizer.step()  # writes the masters back: they must have the loaded values
                 assert torch.equal(
                     full_values(model)["shared.bias"], torch.full_like(full_values(model)["shared.bias"], 3)
                 )
@@ -188,7 +188,7 @@ def test_a_broken_backward_gives_the_step_up() -> None:
 
 
 def test_nothing_reads_freed_or_reused_memory() -> None:
-    """In a process of its own, with released buffers poisoned: it must end well, not by a signal or with NaN."""
+    """In a separate process with poisoned released buffers: it must end without a signal or NaN."""
     script = """
         import torch
         from tests.zero.models import batch, loss_of, new_model
@@ -235,7 +235,7 @@ def test_state_dict_of_the_model_is_whole_and_loads() -> None:
 
 
 class Experts(nn.Module):
-    """Of equal size: a gather of one on one rank meets a gather of the other, and nothing else can tell."""
+    """Have equal sizes: only the order check can tell that two ranks gather different ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -246,7 +246,7 @@ class Experts(nn.Module):
 
 
 class _Scaled(nn.Module):
-    """A layer with a parameter that may be left out."""
+    """A layer with an optional parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -294,16 +294,16 @@ def _check_unused_on_one_rank(rank: int) -> None:
 
 
 def test_a_parameter_that_one_rank_does_not_use_stops_no_other() -> None:
-    """More layers come after it in backward than reductions may be under way."""
+    """In backward more layers follow it than reductions may be in flight."""
     run_ranks(2, _check_unused_on_one_rank)
 
 
 class _Mark:
-    """Something that can be watched."""
+    """An object that a weak reference can track."""
 
 
 def _check_graph_dies(rank: int) -> None:
-    """No garbage collection: what nobody holds is gone at once."""
+    """Without garbage collection: unreferenced objects are freed at once."""
     model = _ScaledLayers()
     model.layers[2].requires_grad_(False)
     marks = []
@@ -334,7 +334,7 @@ def _check_graph_dies(rank: int) -> None:
 
 
 def test_a_graph_dies_with_its_loss() -> None:
-    """Also where no backward has run: otherwise every evaluation that records gradients would cost its activations."""
+    """Even without a backward: otherwise every evaluation that records gradients would cost its activations."""
     run_ranks(2, _check_graph_dies)
 
 
@@ -346,7 +346,7 @@ def _check_ranks_run_different_modules(rank: int) -> None:
         pytest.raises(StateError, match=named),
     ):
         model(torch.ones(2, 5), rank)
-    assert _run(rank, 3, LOOPS["inference between"]).keys()  # no exchange was left over on the same groups
+    assert _run(rank, 3, LOOPS["inference between"]).keys()  # no exchange remains on the same groups
 
 
 def test_ranks_that_run_different_modules_all_raise() -> None:

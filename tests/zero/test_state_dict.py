@@ -1,4 +1,4 @@
-"""What is saved and loaded: of the model, by its own methods, and of the optimizer."""
+"""What the state dicts of model and optimizer contain, and how they load."""
 
 # covers zero/_access/state_dict.py zero/_activations/random_states.py zero/_checkpoint/model_file.py
 

@@ -1,4 +1,4 @@
-"""State dicts beside hooks of others, which rename, nest and cast entries: what a plain model gives and takes."""
+"""State dicts with users' hooks that rename, nest and cast entries equal those of a plain model."""
 
 # covers zero/_gather/hooks.py zero/_gather/saved_tensors.py zero/_runtime/shard_state.py
 
@@ -113,7 +113,7 @@ def _nesting(model: Net) -> nn.Module:
 
 
 class Own(nn.Linear):
-    """Saves and loads its weight under a name of its own."""
+    """Saves and loads its weight under another name."""
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:  # noqa: FBT001
         destination[f"{prefix}mine"] = self.weight if keep_vars else self.weight.detach()
@@ -137,7 +137,7 @@ KINDS: dict[str, Callable[[Net], nn.Module]] = {
 
 
 class Outer(nn.Module):
-    """As DistributedDataParallel names its model."""
+    """Renames the model's entries as DistributedDataParallel does."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -171,7 +171,7 @@ def _assert_same(found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
 
 
 def _step(model: nn.Module, optimizer: Any, dtype: torch.dtype) -> None:
-    """Nothing moves but where a master and its parameter differ."""
+    """The step changes only parameters that differ from their masters."""
     model.eval()
     model(torch.ones(2, WIDTH, dtype=dtype)).float().square().mean().backward()
     optimizer.step()
@@ -215,7 +215,7 @@ def test_state_dicts_are_those_of_a_plain_model(world_size: int, stage: int, whi
 
 
 def _freeze_some(model: Any, shift: float = 0.0) -> Any:
-    """One within a layer that hooks rename; ``shift`` tells its values, and so its entries, from others."""
+    """One is in a layer that hooks rename; ``shift`` tells its values, and so its entries, from others."""
     model.layers[0][0].bias.requires_grad_(False)
     for param in model.parameters():
         if not param.requires_grad:
@@ -274,7 +274,7 @@ def test_hooks_that_run_after_ours_and_models_around_ours(stage: int, which: str
 
 
 def _check_parts(rank: int, stage: int, which: str) -> None:
-    """A part of the model is loaded by itself, and by a module around it."""
+    """A part of the model is loaded alone, and by a module around it."""
     dtype, options = OPTIONS[which]
     model, plain = _built("wrapped", dtype, 0), _built("wrapped", dtype, 0)
     with zero_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.0), stage=stage, **options) as optimizer:
@@ -349,7 +349,7 @@ def _check_errors(rank: int) -> None:
             hook.remove()
             for use in (lambda p: p.detach(), lambda p: p.copy_(start["0.weight"])):
                 with pytest.raises(StateError, match="is released"), torch.no_grad():
-                    use(model[0].weight)  # nothing of the call that failed goes on
+                    use(model[0].weight)  # no state of the failed call remains
         _assert_same(model.state_dict(), start if rank == 0 else {})
 
 
@@ -428,7 +428,7 @@ def test_torchs_helpers_work_for_models_and_are_refused_for_optimizers(stage: in
 
 
 def _check_no_more_gathers(rank: int) -> None:
-    """A call gathers each bucket once, whatever modules it is asked of."""
+    """A call gathers each bucket once, whichever modules it is called on."""
     model = _built("wrapped", torch.bfloat16, 0)
     with zero_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.0), stage=3) as optimizer:
         gathered = []

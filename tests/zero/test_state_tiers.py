@@ -1,4 +1,4 @@
-"""Masters and moments in host memory or in files: the same bits as without, and the bytes that move."""
+"""Masters and moments in host memory or in files: the bits of training without offload, and the bytes moved."""
 
 # covers zero/_storage/transfer_counters.py
 
@@ -66,7 +66,7 @@ def _options(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def _train(rank: int, case: dict[str, Any], **options: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Two steps, and in fp16 one more that is skipped; the losses and the parameters."""
+    """Two steps, and in fp16 one more that is skipped; return the losses and the parameters."""
     model, losses = new_model(has_unused=True, has_frozen=True), []
     optimizer = OPTIMIZERS[case["optimizer"]](groups_of(model))
     with zero_optimizer(model, optimizer, **_options(case), **options) as wrapped:
@@ -83,7 +83,7 @@ def _train(rank: int, case: dict[str, Any], **options: Any) -> tuple[list[float]
 
 
 def _offload(tier: str, folder: str) -> dict[str, Any]:
-    """Sub-groups that cut parameters; of files, at no multiple of anything."""
+    """Sub-groups that cut parameters; in files their size is not a multiple of a page."""
     return {"offload_optimizer": TIERS[tier] | {"nvme_path": folder}, "sub_group_size": 1601}
 
 
@@ -96,7 +96,7 @@ def _check_case(rank: int, cases: list[dict[str, Any]], folder: str) -> None:
 
 @pytest.mark.parametrize("tier", list(TIERS))
 def test_every_tier_has_the_bits_of_none(tier: str, tmp_path: Path) -> None:
-    """Any two of tier, stage, precision, accumulation, clipping, ZeRO++ and optimizer are tried together."""
+    """The cases cover any two of tier, stage, precision, accumulation, clipping, ZeRO++ and optimizer."""
     cases = [case for case in covering_set(FACTORS, 2) if case["tier"] == tier]
     run_ranks(2, _check_case, cases, str(tmp_path))
     assert not list(tmp_path.iterdir())
@@ -122,12 +122,12 @@ def _check_bytes(rank: int) -> None:
 
 
 def test_bf16_moves_two_bytes_down_and_two_up() -> None:
-    """Of every parameter that a rank has: half of them; from stage 2 on, gradients go down after every backward."""
+    """Two ranks: half of every parameter each; from stage 2 on, gradients move after every backward."""
     run_ranks(2, _check_bytes)
 
 
 def _check_torch(rank: int, folder: str) -> None:
-    """An optimizer of torch on the host, in float32, where nothing is rounded on the way."""
+    """A torch optimizer on the host, in float32: no transfer rounds."""
     case = {"num_micro": 2, "max_norm": 0.5, "dtype": "fp32", "plus": False}
     for stage, name in ((1, "torch"), (2, "torch"), (3, "torch"), (2, "sgd")):
         case |= {"stage": stage, "optimizer": name}
@@ -206,7 +206,7 @@ def _states_of(optimizer: Any) -> dict[str, torch.Tensor]:
 
 
 def _check_checkpoint(rank: int, folder: str) -> None:
-    """Saved from files and loaded into another tier and stage, and the other way round; then a state dict."""
+    """Save from files, load into another tier and stage, and the reverse; then a state dict."""
     for saved, loaded in (("nvme ahead", "cpu"), ("cpu", "nvme")):
         checkpoint, model = f"{folder}/{saved}", new_model(torch.bfloat16)
         with zero_optimizer(model, zero.CPUAdam, lr=1e-2, stage=2, **_offload(saved, folder)) as optimizer:
@@ -257,7 +257,7 @@ def test_what_rests_in_files_can_be_read_and_set(tmp_path: Path) -> None:
 
 
 def _check_broken_files(rank: int, folder: str) -> None:
-    """A read or a write fails on one rank: all are before the step, and go on as if nothing had been."""
+    """A read or a write fails on one rank: all ranks are before the step, and continue as if nothing had failed."""
     case = {"lr": 1e-2, "stage": 2, "bf16": {"enabled": True}, "gradient_clipping": 0.5}
     model = new_model()
     with zero_optimizer(model, zero.CPUAdam, **case, **_offload("nvme ahead", folder)) as optimizer:
@@ -307,7 +307,7 @@ def test_without_the_previous_states_a_failed_step_is_the_last(tmp_path: Path) -
 
 
 def _check_unused(rank: int, folder: str) -> None:
-    """A layer that an odd number of steps does not use has, in its file, what the last step that used it made of it."""
+    """A layer unused in an odd number of steps must find, in its file, the states of the last step that used it."""
     torch.manual_seed(2)
     model = nn.ModuleList(nn.Linear(64, 64) for _ in range(2))
     plain = copy.deepcopy(model)
@@ -338,7 +338,7 @@ def test_what_a_step_does_not_use_stays_as_it_is_in_files(tmp_path: Path) -> Non
 
 
 def _check_ranks_without_elements(rank: int, folder: str) -> None:
-    """The model fits one shard: the other rank updates nothing, and takes part in everything all the same."""
+    """The model fits one shard: the other rank updates nothing, and still takes part in every collective."""
     torch.manual_seed(0)
     plain = nn.Linear(3, 2)
     start = copy.deepcopy(plain.state_dict())

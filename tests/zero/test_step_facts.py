@@ -1,6 +1,6 @@
-"""Ranks that no longer train alike: one named error on every rank at the next backward, with each rank's value."""
+"""Diverged ranks: one named error on every rank at the next backward, with each rank's value."""
 
-# covers zero/_sharding/stages.py
+# covers zero/_gradients/accumulation.py zero/_sharding/stages.py
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _last(rank: int) -> bool:
 
 
 def _check_settings(rank: int, options: dict[str, Any]) -> None:
-    """Every scalar, alone and in a tuple; after the error, and once it is mended, training goes on."""
+    """Every scalar setting, alone and in a tuple; once the difference is removed, training continues."""
     model, last = _net(), torch.distributed.get_world_size() - 1
     others = ", ".join(str(r) for r in range(last))
     adam = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -85,7 +85,7 @@ def test_settings_that_part_are_named(layout: str) -> None:
 
 
 def _check_scheduler(rank: int, num_micro: int) -> None:
-    """ReduceLROnPlateau with each rank's own loss: found before a step is taken with the other rate."""
+    """ReduceLROnPlateau with each rank's own loss: found before a step uses the different rate."""
     for lr in (0.01, torch.tensor(0.01)):
         model = _net()
         adam = torch.optim.AdamW(model.parameters(), lr=lr)
@@ -147,7 +147,7 @@ def _check_not_saved(rank: int, options: dict[str, Any], folder: str) -> None:
             model.zero_grad()
         optimizer.step()
         optimizer.zero_grad()
-        for _ in range(2):  # again is no other
+        for _ in range(2):  # the same value again is no difference
             for save in (
                 lambda: save_checkpoint(optimizer, folder, "bad"),
                 lambda: save_model_file(optimizer, Path(folder) / "bad.safetensors"),
@@ -226,7 +226,7 @@ def test_another_boundary_on_one_rank_is_named(layout: str) -> None:
 
 
 def _check_uneven(rank: int, stage: int) -> None:
-    """Ranks may have as many backwards within no_sync as they like; step() or a backward outside may end them."""
+    """Ranks may have different numbers of backwards in no_sync; step() or a backward outside may end them."""
     model = _net()
     with zero_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.01), stage=stage) as optimizer:
         for step in range(3):
@@ -245,7 +245,7 @@ def test_uneven_batches_within_no_sync_are_alike(stage: int) -> None:
 
 
 def _check_ends(rank: int, end: str) -> None:
-    """One rank's backward reduces, the other's is within no_sync: the call that comes next ends that one."""
+    """One rank's backward reduces, the other's is within no_sync: the next call ends the window."""
     model = _net()
     with zero_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.01), stage=2) as optimizer:
         for step in range(2):

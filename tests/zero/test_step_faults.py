@@ -1,4 +1,4 @@
-"""What fails below a training step on files: an error on every rank, the optimizer before the step, and it goes on."""
+"""Faults during a training step on files: an error on every rank, the state before the step, and training continues."""
 
 # covers zero/_optim/step_pieces.py
 
@@ -38,7 +38,7 @@ BF16 = {"bf16": {"enabled": True}, "lr": 1e-2}
 
 @contextmanager
 def _thin_disk(folder: Path) -> Iterator[tuple[Path, Path]]:
-    """A file system that promises more than the one below has; both."""
+    """A sparse file system that promises more than its disk has; yields both."""
     if shutil.which("mkfs.ext4") is None:
         pytest.skip("mkfs.ext4 is not installed")
     with mounted(folder / "below", 2**26) as below:
@@ -54,7 +54,7 @@ def _thin_disk(folder: Path) -> Iterator[tuple[Path, Path]]:
 
 
 def _resize(disk: str, below: str, nbytes: int | None) -> None:
-    """On one rank, while the others wait. None: to what is in use, so that it is full."""
+    """On one rank, while the others wait. None: shrink to the used size, so that the disk is full."""
     dist.barrier()
     if dist.get_rank() == 0:
         subprocess.run(["sync", "-f", disk], check=True)
@@ -83,7 +83,7 @@ def _backward(model: nn.Module, rank: int, step: int) -> None:
 
 
 def _check_full_disk(rank: int, disk: str, below: str, checkpoints: str) -> None:
-    """Sub-groups are larger than what ext4 fills with zeros beside a write."""
+    """Sub-groups are larger than the zeros that ext4 writes beside a write."""
     torch.manual_seed(0)
     model, other = nn.Linear(512, 512), nn.Linear(512, 512)
     options = {"stage": 2, **_offload(disk), "sub_group_size": 2**16}
@@ -117,7 +117,7 @@ def test_a_disk_that_is_full_during_a_step(tmp_path: Path) -> None:
 
 
 def _check_small_disk(rank: int, disk: str, words: str) -> None:
-    """Nothing is changed by what could not be built."""
+    """A failed construction changes nothing."""
     model = new_model()
     before = {name: value.detach().clone() for name, value in model.named_parameters()}
     nvme = {"device": "nvme", "nvme_path": disk}
@@ -130,7 +130,7 @@ def _check_small_disk(rank: int, disk: str, words: str) -> None:
 
 
 def _check_reserved(rank: int, disk: str) -> None:
-    """Another fills the disk: all that steps need was reserved."""
+    """Another program fills the disk: all that steps need was reserved."""
     results = []
     for tier in (_offload(disk), dict(BF16)):
         model = new_model()
@@ -163,8 +163,8 @@ def test_a_small_a_full_and_a_read_only_disk(tmp_path: Path) -> None:
 
 
 def _check_memory(rank: int, folder: str) -> None:
-    """One rank may not have any more memory during its first step."""
-    assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**20)  # what was freed before is not used again
+    """One rank cannot allocate more memory during its first step."""
+    assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**20)  # memory freed before is not reused
     states = []
     for fails in (False, True):
         torch.manual_seed(0)
@@ -177,7 +177,7 @@ def _check_memory(rank: int, folder: str) -> None:
                 before = full_values(model)
                 unlimited = resource.getrlimit(resource.RLIMIT_DATA)
                 if rank == LAST:
-                    # Not RLIMIT_AS: threads' arenas have addresses in reserve, as many as there happen to be threads.
+                    # Not RLIMIT_AS: threads' arenas reserve addresses, as many as there happen to be threads.
                     status = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
                     used = int(status["VmData"].split()[0]) * 1024
                     resource.setrlimit(resource.RLIMIT_DATA, (used + 2**20, unlimited[1]))
@@ -193,7 +193,7 @@ def _check_memory(rank: int, folder: str) -> None:
 
 
 def test_host_memory_that_is_exhausted_during_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On ranks of its own."""
+    """On separate ranks: they keep the memory limit."""
     monkeypatch.setattr(ranks, "_POOLS", {})
     try:
         run_ranks(2, _check_memory, str(tmp_path))
@@ -222,7 +222,7 @@ def _check_two_jobs(rank: int, folder: str) -> None:
 
 
 def test_two_jobs_on_one_path(tmp_path: Path) -> None:
-    """One begins and ends while another is between two steps, and a third process has files there, too."""
+    """One job starts and ends while another is between two steps, and a third process has files there, too."""
     other = FileStore(tmp_path, files=FileSettings(), name="states", topology=None)
     file, data = other.create("masters", 4096), other.buffer(4096).fill_(7)
     other.write(file, 0, data).wait()

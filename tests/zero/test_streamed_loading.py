@@ -1,4 +1,4 @@
-"""Checkpoints into files of states: a sub-group at a time in memory, all of it or nothing."""
+"""Loading checkpoints into states in files: one sub-group at a time in memory, and all of it or nothing."""
 
 # covers zero/optimizer.py
 
@@ -95,7 +95,7 @@ def _check(rank: int, folder: str) -> None:
 
 
 def _damage(rank: int, checkpoints: str) -> None:
-    """One byte, far behind what is read first."""
+    """Change one byte, far behind those that are read first."""
     dist.barrier()
     if rank == 0:
         path = max(Path(checkpoints).glob("two/*.safetensors"))

@@ -1,7 +1,7 @@
-"""Parameters, masters and moments each in memory, on the host or in files: the losses and bits of no offload at all.
+"""Parameters, masters and moments each on any tier: losses and bits equal those without offload.
 
-The update is zero.CPUAdam's everywhere. By default the cases in which any two options take every combination of their
-values; with ZERO_DIFFERENTIAL=full all 768 of them.
+All cases update with zero.CPUAdam. By default they cover all combinations of any two options; with
+ZERO_DIFFERENTIAL=full all 768 cases run.
 """
 
 # covers zero/_storage/transfer_counters.py
@@ -45,11 +45,11 @@ gradient norm. ``overlaps``: communication with computation, and files with the 
 BELOW_STAGE_3 = {"stage": [1, 2], "parameters": ["none"], **FACTORS}
 STAGE_3 = {"stage": [3], "parameters": ["none", "cpu", "nvme"], **FACTORS}
 ON_NODES = STAGE_3 | {"plus": [True], "secondary": ["device", "cpu"]}
-"""With all three switches."""
+"""With ZeRO++: quantized weights and gradients, and a secondary partition."""
 
 
 class Run(NamedTuple):
-    """What a training gave."""
+    """The results of a training run."""
 
     losses: list[float]
     values: dict[str, torch.Tensor]
@@ -91,7 +91,7 @@ def _options(case: dict[str, Any], ranks_per_node: int, folder: str) -> dict[str
 
 
 def _train(rank: int, case: dict[str, Any], ranks_per_node: int, folder: str) -> Run:
-    """Two steps; in fp16 the first overflows on one rank, and is skipped on all."""
+    """Two steps; in fp16 the first overflows on one rank, and all ranks skip it."""
     model, losses, (num_micro, _) = new_model(has_unused=True, has_frozen=True), [], case["loop"]
     optimizer = zero.CPUAdam(groups_of(model), lr=1e-2)
     with zero_optimizer(model, optimizer, **_options(case, ranks_per_node, folder)) as wrapped, moved() as window:
@@ -113,7 +113,7 @@ def _train(rank: int, case: dict[str, Any], ranks_per_node: int, folder: str) ->
 
 
 def _check_places(optimizer: zero.ZeroOptimizer, case: dict[str, Any]) -> None:
-    """That the tiers are in effect is half of what is tested."""
+    """Check that the tiers are in effect: otherwise equal bits would prove nothing."""
     report, tier = optimizer.memory(), case["parameters"]
     assert report.shards["device" if tier == "none" else tier] == sum(report.shards.values()) > 0
     assert (report.states_in_files > 0) == (case["states"] == "nvme")
@@ -138,7 +138,7 @@ def _check(rank: int, cases: list[dict[str, Any]], ranks_per_node: int, folder: 
 
 
 def _run(world_size: int, cases: list[dict[str, Any]], precision: str, folder: Path) -> None:
-    """Those of one precision, in parts that end in time; cases with the same plain training follow one another."""
+    """Run the cases of one precision in parts that end in time; cases with the same plain training are adjacent."""
     cases = [case for case in cases if case["precision"] == precision]
     cases.sort(key=lambda case: [case[name] for name in ("stage", "plus", "loop")])
     for first in range(0, len(cases), MOST_AT_ONCE // world_size):

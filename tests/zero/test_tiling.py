@@ -1,4 +1,4 @@
-"""zero.TiledLinear: equal to the untiled layer, one tile in memory at a time, and saved under the keys of its tiles."""
+"""zero.TiledLinear equals the untiled layer, has one tile in memory at a time, and is saved under its tiles' keys."""
 
 # covers zero/_access/tiled_linear.py zero/_storage/safetensors_file.py
 
@@ -20,7 +20,7 @@ from tests.zero.models import as_vector, new_model, relative_error, train_plain
 from tests.zero.training import assert_same_bits, full_values, train, zero_optimizer
 from zcomm import ConfigError, LayoutError
 from zero._checkpoint.model_file import save_model_file
-from zero._storage.tensor_files import open_tensors
+from zero._storage.pretrained_reader import open_tensors
 
 NUM_TILED = 6
 """Linear layers in the MLPs of the test model."""
@@ -79,7 +79,7 @@ def test_rounding_stays_within_the_dtype() -> None:
 
 
 class _ReturnsBias(nn.Linear):
-    """As Megatron's layers do."""
+    """Returns its bias, as Megatron's layers do."""
 
     def forward(self, x: Tensor) -> Any:
         return nn.functional.linear(x, self.weight), self.bias
@@ -111,7 +111,7 @@ def test_what_cannot_be_tiled_is_refused() -> None:
 
 
 def _peak_numel(model: nn.Module, *, is_frozen: bool) -> int:
-    """Elements of parameters gathered at a time, over two steps, by the pool; gradients wait in another dtype."""
+    """The pool's peak of gathered parameter elements over two steps; gradients are kept in another dtype."""
     if is_frozen:
         model.get_submodule("1").requires_grad_(False)
     options = {"stage3_prefetch_bucket_size": 0, "gradient_format": "bf16"}
@@ -139,7 +139,7 @@ def test_a_tile_is_in_memory_at_a_time() -> None:
 
 
 def _tile_mlps(model: nn.Module) -> nn.Module:
-    """Replace the linear layers of the blocks' MLPs by three rows of tiles each, as a user does."""
+    """Replace each linear layer of the blocks' MLPs by three rows of tiles, as a user does."""
     for name, module in list(model.named_modules()):
         if isinstance(module, nn.Linear) and ".mlp." in name:
             parent, _, child = name.rpartition(".")
@@ -152,7 +152,7 @@ def _tile_mlps(model: nn.Module) -> nn.Module:
 
 
 def _untiled(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A state dict with the rows of each tiled layer joined, under the keys of the layer without tiles."""
+    """A state dict with the rows of each tiled layer joined, under the keys of the untiled layer."""
     joined: dict[str, list[Tensor]] = {}
     for key, value in state.items():
         joined.setdefault(re.sub(r"linears\.\d+\.0\.", "", key), []).append(value)

@@ -1,4 +1,4 @@
-"""Unusual models and uses of them: odd parameters, double backward, checkpointing from outside, users' own hooks."""
+"""Unusual models: odd parameters, double backward, checkpointing from outside, users' own hooks."""
 
 # covers triton_kernels/codecs.py
 
@@ -41,7 +41,7 @@ class OddParameters(nn.Module):
 
 
 class CheckpointedLayers(nn.Module):
-    """Backward begins by recomputing the last layer: nothing comes after it."""
+    """Backward starts by recomputing the last layer, which no other layer follows."""
 
     def __init__(self, *, use_reentrant: bool) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class CheckpointedLayers(nn.Module):
 
 
 class SavingItself(nn.Module):
-    """Its own hooks, inside ours, keep what autograd saves as it is."""
+    """Its own hooks, inside the library's, store unchanged what autograd saves."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -141,7 +141,7 @@ def test_equals_plain_training(name: str, stage: int) -> None:
 
 
 def test_frozen_integers() -> None:
-    """As quantized base models have them; in a world of one."""
+    """Quantized base models have such parameters; here with one rank."""
     for stage in (0, 1, 2, 3):
         model = nn.Linear(3, 2)
         model.codes = nn.Parameter(torch.arange(5, dtype=torch.uint8), requires_grad=False)
@@ -157,7 +157,7 @@ def test_frozen_integers() -> None:
 
 
 def test_hooks_around_the_forward_see_what_is_saved() -> None:
-    """As ``save_on_cpu`` has them: activations go through them, not the views of a bucket."""
+    """Hooks like those of ``save_on_cpu`` receive activations, not views of a bucket."""
     model = new_mlp()
     with zero_optimizer_of_one(model) as optimizer:
         packed: list[Tensor] = []
@@ -182,7 +182,7 @@ def test_leaf_inputs_keep_no_hooks() -> None:
 
 @contextmanager
 def zero_optimizer_of_one(model: nn.Module, stage: int = 3) -> Iterator[ZeroOptimizer]:
-    """In a world of one, in this process."""
+    """For one rank, in this process."""
     optimizer = ZeroOptimizer(model, torch.optim.SGD, stage=stage, lr=0.1)
     yield optimizer
     optimizer.close()

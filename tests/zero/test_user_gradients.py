@@ -1,4 +1,4 @@
-"""Gradients that a user sets: what is in ``.grad`` at step() is applied, averaged over the ranks, or it is refused."""
+"""Gradients that a user sets: step() applies ``.grad``, averaged over the ranks, or refuses it."""
 
 # covers zero/utils.py
 
@@ -23,7 +23,7 @@ WIDTH = 40  # 1,600 elements of a weight: in the shards of several ranks
 
 
 class Net(nn.Module):
-    """Layers of several buckets at stage 3; the last is used only if it is asked for."""
+    """Layers in several buckets at stage 3; the last one is used on request only."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,14 +51,14 @@ def _value(param: nn.Parameter, seed: int) -> Tensor:
 
 
 class Oracle:
-    """Plain torch: every rank's gradients, and what a user makes of them, written out for all ranks in one process."""
+    """Plain torch: all ranks' gradients in one process, with the user's changes written out for each."""
 
     def __init__(self, world_size: int) -> None:
         self.model, self.world_size = _net(), world_size
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
 
     def mean(self, of_rank: Callable[[nn.Module, int], list[Tensor | None]]) -> list[Tensor | None]:
-        """The mean over ranks of their gradients; None counts as zeros unless all are."""
+        """The mean of the ranks' gradients; None counts as zeros unless all are None."""
         rows = zip(*(of_rank(self.model, rank) for rank in range(self.world_size)), strict=True)
         means: list[Tensor | None] = []
         for row in rows:
@@ -84,7 +84,7 @@ def _grads(model: nn.Module, seed: int, **options: bool) -> list[Tensor | None]:
 
 
 def _check_without_backward(rank: int, stage: int, world_size: int, options: dict[str, Any]) -> None:
-    """torch.autograd.grad and p.grad = g, as in meta-learning; rank 0 alone sets the spare layer's once."""
+    """torch.autograd.grad and p.grad = g, as in meta-learning; rank 0 alone sets the spare layer's in one step."""
     oracle, model = Oracle(world_size), _net()
     adam = torch.optim.AdamW(model.parameters(), lr=0.1)
     with zero_optimizer(model, adam, stage=stage, **options) as optimizer:
@@ -115,7 +115,7 @@ def test_so_they_are_in_a_window_and_with_offloaded_states(options: dict[str, An
 
 
 def _replace(param: nn.Parameter, index: int) -> None:
-    """What each parameter's gradient becomes after a backward; the same on every rank."""
+    """The replacement of each parameter's gradient after a backward; the same on every rank."""
     if index % 4 == 0:
         param.grad = _value(param, index)
     elif index % 4 == 1:
@@ -165,7 +165,7 @@ def test_it_is_with_gradients_in_host_memory_and_in_files(tmp_path: Any) -> None
 
 
 def _check_accumulating(rank: int, stage: int) -> None:
-    """A backward adds to what a user has set, within no_sync too; clearing drops what earlier backwards have summed."""
+    """A backward adds to gradients that a user set, also within no_sync; clearing drops earlier backwards' sums."""
     oracle, model = Oracle(2), _net()
     with zero_optimizer(model, torch.optim.AdamW(model.parameters(), lr=0.1), stage=stage) as optimizer:
 
@@ -197,7 +197,7 @@ def test_a_backward_adds_to_what_a_user_has_set(stage: int) -> None:
 
 
 def _check_unused_on_one(rank: int, stage: int) -> None:
-    """After a backward rank 0 alone sets one of a bucket that nobody has used: the others count as zeros."""
+    """After a backward rank 0 alone sets a gradient in a bucket that no rank used: the others count as zeros."""
     model = _net()
     model.spare.float()
     with zero_optimizer(model, torch.optim.SGD(model.parameters(), lr=1.0), stage=stage) as optimizer:
@@ -277,8 +277,7 @@ def _check_overflow(rank: int, stage: int, how: str, options: dict[str, Any]) ->
 
 
 @pytest.mark.parametrize(
-    ("stage", "how"),
-    [(0, "in place"), *((stage, how) for stage in STAGES for how in ("replaced", "set"))],
+    ("stage", "how"), [(0, "in place"), *((stage, how) for stage in STAGES for how in ("replaced", "set"))]
 )
 def test_an_infinity_written_after_backward_skips_the_step(stage: int, how: str) -> None:
     run_ranks(2, _check_overflow, stage, how, {})
@@ -287,7 +286,7 @@ def test_an_infinity_written_after_backward_skips_the_step(stage: int, how: str)
 
 
 def _check_scaler(rank: int, stage: int, how: str) -> None:
-    """torch.amp.GradScaler: what a user sets is unscaled with the rest, and its overflow seen, on every rank."""
+    """torch.amp.GradScaler unscales gradients that a user sets, and finds their overflow, on every rank."""
     model, plain = _net(torch.float32), _net(torch.float32)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     with zero_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=stage) as optimizer:
@@ -311,15 +310,14 @@ def _check_scaler(rank: int, stage: int, how: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stage", "how"),
-    [(0, "in place"), *((stage, how) for stage in STAGES for how in ("replaced", "set"))],
+    ("stage", "how"), [(0, "in place"), *((stage, how) for stage in STAGES for how in ("replaced", "set"))]
 )
 def test_a_grad_scaler_sees_it(stage: int, how: str) -> None:
     run_ranks(2, _check_scaler, stage, how)
 
 
 def _check_scaler_order(rank: int) -> None:
-    """Set before scaler.unscale_() or after? That cannot be told."""
+    """Whether a gradient was set before or after scaler.unscale_() is unknown, so step() refuses it."""
     model = _net(torch.float32)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     with zero_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=2) as optimizer:
@@ -335,7 +333,7 @@ def test_a_gradient_set_around_unscale_is_refused() -> None:
 
 
 def _check_not_scaled(rank: int) -> None:
-    """A loss scale divides what step() applies, so whoever sets gradients alone says that they are scaled."""
+    """A loss scale divides what step() applies, so a user who sets all gradients must scale them."""
     model = _net(torch.float32)
     with zero_optimizer(model, torch.optim.SGD(model.parameters(), lr=1.0), stage=2, fp16=FP16) as optimizer:
         weight = model.layers[0].weight
@@ -354,7 +352,7 @@ def test_gradients_are_in_units_of_the_loss_scale() -> None:
 
 
 def _check_unscaled_residual(rank: int) -> None:
-    """What is set after unscale_() is not scaled, and no more is the residual that is added to it."""
+    """A gradient set after unscale_() is not scaled, so the residual added to it must not be, either."""
     model = _net(torch.float32)
     options: dict[str, Any] = {"stage": 3, "mode": "delta_hpz", "ranks_per_node": 2, "fp16": FP16}
     with zero_optimizer(model, torch.optim.SGD(model.parameters(), lr=1.0), **options) as optimizer:
@@ -376,7 +374,7 @@ def test_a_residual_has_the_units_of_what_is_set() -> None:
 
 
 def _check_sanitised(rank: int, stage: int) -> None:
-    """An overflow that a user has taken out is none any more."""
+    """After a user has removed an overflow the step is not skipped."""
     model = _net(torch.float32)
     with zero_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=stage, fp16=FP16) as optimizer:
         for how in ("cleared", "replaced", "set"):
@@ -442,7 +440,7 @@ def test_a_sum_that_is_cleared_leaves_nothing() -> None:
 
 
 def _check_late_hook(rank: int, stage: int) -> None:
-    """A hook that was added after construction sees this rank's gradient, and may change it."""
+    """A hook added after construction receives this rank's gradient, and may change it."""
     oracle, model, seen = Oracle(2), _net(), list[bool]()
     with zero_optimizer(model, torch.optim.AdamW(model.parameters(), lr=0.1), stage=stage) as optimizer:
 

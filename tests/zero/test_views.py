@@ -1,4 +1,4 @@
-"""Views and graphs that outlive a gather: right as in plain torch, or one named error where they are used."""
+"""Views and graphs that outlive a gather: correct as in plain torch, or one named error at their use."""
 
 # covers zero/optimizer.py
 
@@ -34,7 +34,7 @@ class _Layer(nn.Module):
 
 
 class _Autoencoder(nn.Module):
-    """The first layer's view is used again when that layer, and others of its size, were released."""
+    """The first layer's view is used after that layer, and others of its size, were released."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ def _check_views_of_a_block(rank: int) -> None:
         with GatheredParameters(model.parameters()):
             weight, frozen_values = model[2].weight.detach(), model[2].weight.detach().clone()
             row, array = model[0].weight[1], model[4].weight.detach().numpy()
-        other = torch.equal(model(_inputs()), _new(_mlp)(_inputs())), weight.clone()  # buffers are used again
+        other = torch.equal(model(_inputs()), _new(_mlp)(_inputs())), weight.clone()  # buffers are reused
         assert other[0]
         assert torch.equal(other[1], frozen_values)
         assert torch.equal(row, _new(_mlp)[0].weight[1])
@@ -227,7 +227,7 @@ def test_a_graph_that_a_forward_without_gradients_makes_is_right(world_size: int
 
 
 class _ChangesInPlace(nn.Module):
-    """``sigmoid`` has saved its output, ``tanh_`` what it makes of its input."""
+    """``sigmoid`` saves its output, ``tanh_`` what it makes of its input."""
 
     def __init__(self, *, breaks: bool) -> None:
         super().__init__()
@@ -260,7 +260,7 @@ def test_a_saved_tensor_that_was_changed_in_place_is_an_error(stage: int) -> Non
 
 
 class _Branches(nn.Module):
-    """A step may use one branch and leave the other as it is."""
+    """A step may use one branch and leave the other unchanged."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -301,7 +301,7 @@ def _check_old_graphs(rank: int, options: dict[str, Any]) -> None:
 def test_a_graph_from_before_a_step_is_refused_if_the_step_changed_what_it_saved(
     world_size: int, options: dict[str, Any]
 ) -> None:
-    """As in torch, which refuses no graph of parameters without a gradient in that step."""
+    """As in torch, which accepts graphs of parameters that had no gradient in that step."""
     run_ranks(world_size, _check_old_graphs, options)
 
 
@@ -324,5 +324,5 @@ def _check_blocks_between(rank: int, stage: int) -> None:
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_what_a_modifier_rank_writes_makes_graphs_old_on_every_rank(stage: int) -> None:
-    """And what it only reads does not."""
+    """But not what it only reads."""
     run_ranks(2, _check_blocks_between, stage)

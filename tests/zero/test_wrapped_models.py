@@ -1,4 +1,4 @@
-"""What something else wraps or shards is refused with a remedy; models that differ between ranks are told apart."""
+"""Wrapped or sharded models are refused with a remedy; models that differ between ranks are found."""
 
 # covers zero/_config/rank_consistency.py
 

@@ -1,4 +1,4 @@
-"""Training a test model under ZeroOptimizer on one rank of the pool."""
+"""Trains a test model under ZeroOptimizer on one rank of the pool."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from zero import GatheredParameters, ZeroOptimizer
 def zero_optimizer(
     model: nn.Module, optimizer: Any = None, *, ranks_per_node: int | None = None, **options: Any
 ) -> Any:
-    """A ZeroOptimizer on this rank's cached topology, closed afterwards. Default: AdamW with two parameter groups."""
+    """A ZeroOptimizer on this rank's cached topology, closed at the end. Default: AdamW with two parameter groups."""
     if optimizer is None:
         optimizer = torch.optim.AdamW(groups_of(model), lr=1e-2)
     world_size = int(torch.distributed.get_world_size())
@@ -38,7 +38,7 @@ def train(
     max_norm: float | None = None,
     uses_no_sync: bool = False,
 ) -> list[float]:
-    """The loop a user writes. Returns the norms ``clip_grad_norm_`` gave."""
+    """The loop that a user writes. Returns the norms from ``clip_grad_norm_``."""
     norms = []
     for step in range(steps):
         for micro in range(num_micro):
@@ -53,7 +53,7 @@ def train(
 
 
 def full_values(model: nn.Module) -> dict[str, Tensor]:
-    """Copies of all parameters, whole, on every rank."""
+    """Copies of all full parameters, on every rank."""
     params = dict(model.named_parameters())
     with GatheredParameters(params.values()):
         return {name: p.detach().clone() for name, p in params.items()}

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from zcomm import control
-from zcomm._bench.workloads import Wire, Workload
+from zcomm._bench.workloads import Workload, WorkloadFormats
 from zcomm._transport.topology import Topology
 
 COMPARED_NUMEL = 2**16
@@ -26,7 +26,7 @@ class Verdict(NamedTuple):
     """Norm of the error over the norm of the exact result."""
 
 
-def check(workload: Workload, wire: Wire | None) -> Verdict:
+def check(workload: Workload, wire: WorkloadFormats | None) -> Verdict:
     """Check the output of the last call; every rank returns the same. ``wire`` None: torch's own call."""
     num_wrong, squared_error, squared_norm = _check_parts(workload, wire)
     if workload.is_replicated and wire is not None:
@@ -36,7 +36,7 @@ def check(workload: Workload, wire: Wire | None) -> Verdict:
     return Verdict(int(of_all[0]), math.sqrt(of_all[1] / of_all[2]) if of_all[2] else 0.0)
 
 
-def _check_parts(workload: Workload, wire: Wire | None) -> tuple[int, float, float]:
+def _check_parts(workload: Workload, wire: WorkloadFormats | None) -> tuple[int, float, float]:
     blocks = [1] if wire is None else [format.block or 1 for format in (wire.inside, wire.between)]
     step = -(-(2**20) // math.lcm(*blocks)) * math.lcm(*blocks)
     num_wrong, squared_error, squared_norm = 0, 0.0, 0.0

@@ -20,11 +20,10 @@ from zcomm import Topology, control
 from zcomm._bench import torch_calls
 from zcomm._bench.checking import Verdict, check
 from zcomm._bench.data import Tiles
-from zcomm._bench.harness import BenchReport, Column, Timing
+from zcomm._bench.harness import BenchReport, Column, Timing, slowest_of_ranks
 from zcomm._bench.interface import sent_nbytes
 from zcomm._bench.options import Options
-from zcomm._bench.timing import slowest_of_ranks
-from zcomm._bench.workloads import BUSBW_FACTOR, REDUCTIONS, Wire, Workload, auto_wire, wire_of
+from zcomm._bench.workloads import BUSBW_FACTOR, REDUCTIONS, Workload, WorkloadFormats, auto_wire, wire_of
 from zcomm._collectives.auto_format import AUTO
 from zcomm._kernels import native_calls
 
@@ -82,7 +81,7 @@ COLUMNS = [
 class Case:
     """One row: a call, its check, and the bytes that it sent."""
 
-    def __init__(self, workload: Workload, wire: Wire | None) -> None:
+    def __init__(self, workload: Workload, wire: WorkloadFormats | None) -> None:
         """``wire`` None: torch's own call."""
         self.workload, self.wire = workload, wire
         self.verdict = Verdict(0, 0.0)
@@ -198,7 +197,7 @@ def _speedup_over_none(case: Case, timings: Mapping[str, Timing]) -> dict[str, f
     return {"over_none": timings[case.name].faster_than(none[0])} if none else {}
 
 
-def _wires(workload: Workload, options: Options) -> list[Wire]:
+def _wires(workload: Workload, options: Options) -> list[WorkloadFormats]:
     if workload.collective == "secondary_gather":
         return [wire for wire in [wire_of("none", 1)] if wire is not None]
     hops = [1, 2] if workload.topology.has_two_hops else [1]

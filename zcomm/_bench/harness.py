@@ -27,6 +27,10 @@ from typing import Any, TypeVar
 
 import torch
 
+from zcomm import control
+from zcomm._bench import torch_calls
+from zcomm._transport.topology import Topology
+
 CLEAR_LINE = "\x1b[K"
 
 
@@ -81,6 +85,26 @@ def interleave(
                 after_each()
             seconds[name].append(time.perf_counter() - start)
     return {name: Timing(tuple(times[warmup:])) for name, times in seconds.items()}
+
+
+def slowest_of_ranks(
+    calls: Mapping[Key, Callable[[], Any]], topology: Topology, *, rounds: int, warmup: int, reset: Callable[[], None]
+) -> dict[Key, Timing]:
+    """Time ``calls`` interleaved: from a barrier to the end of the slowest rank. Every rank returns the same times.
+
+    ``reset`` runs before each call, untimed.
+    """
+
+    def start() -> None:
+        reset()
+        torch_calls.barrier()  # or a call's time would include waiting for ranks that are still in the call before
+
+    mine = interleave(calls, rounds=rounds, warmup=warmup, before_each=start, after_each=torch_calls.finish)
+    slowest = {}
+    for key, timing in mine.items():
+        of_ranks = control.gather_float64(torch.tensor(timing.seconds, dtype=torch.float64), topology)
+        slowest[key] = Timing(tuple(of_ranks.amax(0).tolist()))
+    return slowest
 
 
 @dataclass(frozen=True)

@@ -80,11 +80,7 @@ POLL_S = 0.05
 
 
 def on_ranks(
-    arguments: argparse.Namespace,
-    command: Sequence[str],
-    work: Work,
-    *,
-    program: Sequence[str] = ("-m", "zcomm"),
+    arguments: argparse.Namespace, command: Sequence[str], work: Work, *, program: Sequence[str] = ("-m", "zcomm")
 ) -> int:
     """Call ``work`` on every rank that ``arguments`` request, and return the exit status.
 

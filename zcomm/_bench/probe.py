@@ -21,16 +21,14 @@ from typing import Any, TypeVar
 import torch
 
 from zcomm import Topology
-from zcomm._bench import torch_calls
 from zcomm._bench.data import Tiles
-from zcomm._bench.harness import BenchReport, Column, Timing
-from zcomm._bench.timing import slowest_of_ranks
+from zcomm._bench.harness import BenchReport, Column, Timing, slowest_of_ranks
 from zcomm._bench.workloads import Workload, wire_of
-from zcomm._collectives.auto_format import VERSION, Table, shape_of
+from zcomm._collectives.auto_format import VERSION, FormatTable, shape_of
 from zcomm._formats.formats import get_format
 from zcomm._formats.message import layout_of
 from zcomm._kernels import kernels
-from zcomm._transport.backend import Hop
+from zcomm._transport.backend import Hop, MessageInfo, all_gather
 from zcomm.errors import ConfigError
 
 Key = TypeVar("Key")
@@ -172,8 +170,13 @@ def _gather_seconds(hop: Hop, options: ProbeOptions, topology: Topology, device:
     for name, nbytes in (("small", 8), ("large", LINK_NBYTES)):
         mine = torch.zeros(nbytes, dtype=torch.uint8, device=device)
         all_ = mine.new_zeros(hop.size * nbytes)
-        calls[name] = partial(torch_calls.all_gather, all_, mine, hop.group)
+        calls[name] = partial(_gather, all_, mine, hop)
     return {name: timing.p50 for name, timing in _timed(calls, lambda: None, options, topology).items()}
+
+
+def _gather(output: torch.Tensor, mine: torch.Tensor, hop: Hop) -> None:
+    if (pending := all_gather(output, mine, hop, MessageInfo("probe", "none", mine.numel()))) is not None:
+        pending.wait()
 
 
 def _kernel_rates(options: ProbeOptions, topology: Topology, tiles: Tiles) -> dict[str, dict[str, float]]:
@@ -209,7 +212,7 @@ def _write(path: Path, shape: str, facts: dict[str, Any]) -> None:
     topologies: dict[str, Any] = {}
     if path.exists():
         text = path.read_text(errors="replace")
-        Table.parse(str(path), text, shape=shape)
+        FormatTable.parse(str(path), text, shape=shape)
         topologies = json.loads(text)["topologies"]
     topologies[shape] = facts
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -226,4 +229,4 @@ def check_output(path: Path, shape: str = "") -> None:
     if path.is_dir():
         raise ConfigError(f"--output must be a file: {path} is a folder")
     if path.exists():
-        Table.parse(str(path), path.read_text(errors="replace"), shape=shape)
+        FormatTable.parse(str(path), path.read_text(errors="replace"), shape=shape)

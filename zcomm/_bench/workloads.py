@@ -2,61 +2,27 @@
 
 A wire has its formats in the order of a reduction's hops, (inside the node, between nodes). A gather's hops are in the
 opposite order.
-
-Error bounds follow from the definition of the codes and share nothing with the kernels. A block codec rounds to the
-nearest level. So the error of an element is at most half the widest gap between levels, times the scale, which is
-``RELATIVE * absmax`` of its block. Scales are rounded up to bf16, by at most 2^-7 of themselves.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import zcomm
 from zcomm import Topology
 from zcomm._bench import torch_calls
 from zcomm._bench.data import Tiles
+from zcomm._bench.error_bounds import rounding_of, step_bound
 from zcomm._collectives.auto_format import AUTO, table_of
 from zcomm._formats.formats import Format, codec_for, get_format
 from zcomm._transport.route import WireFormat
-
-# Half the widest gap between levels over the largest level.
-RELATIVE = {
-    "int8": 1 / 2 / 127,
-    "int4": 1 / 2 / 7,
-    "nf4": (8 - 5.5625) / 2 / 8,
-    "fp8_e4m3": 16 / 448,
-}
-RELATIVE_ASYMMETRIC = {"int8": 1 / 255, "int4": 1 / 15}  # the levels span at most twice absmax
-SCALE_ROUNDING = 1 + 2**-7
-SLACK = 1 + 2**-12
-"""Slack for rounding in float32 arithmetic."""
-
-
-def rounding_of(dtype: torch.dtype) -> float:
-    """The largest relative error of rounding to ``dtype``."""
-    return torch.finfo(dtype).eps / 2
-
-
-def step_bound(magnitudes: Tensor, format: Format, dtype: torch.dtype) -> Tensor:
-    """Bound the error of one encode and decode of elements of ``magnitudes`` [n], which start at a block's start."""
-    casts = {"none": dtype, "bf16": torch.bfloat16, "fp16": torch.float16}
-    if format.name in casts:
-        wire = casts[format.name]
-        return magnitudes.clamp(min=torch.finfo(wire).smallest_normal) * rounding_of(wire)  # subnormals: a fixed step
-    relative = (RELATIVE if format.symmetric else RELATIVE_ASYMMETRIC)[format.name] * SCALE_ROUNDING * SLACK
-    relative *= 2 if format.is_random else 1
-    padding = -magnitudes.numel() % format.block
-    blocks = torch.nn.functional.pad(magnitudes, (0, padding)).view(-1, format.block)
-    # A rotated element is at most the sum of its block's magnitudes; rotating back averages the errors.
-    largest = blocks.sum(1) if format.rotation is not None else blocks.amax(1)
-    return (largest * relative).repeat_interleave(format.block)[: magnitudes.numel()]
-
 
 BUSBW_FACTOR: dict[str, Callable[[int], float]] = {
     "all_gather": lambda ranks: (ranks - 1) / ranks,
@@ -69,7 +35,7 @@ REDUCTIONS = ("reduce_scatter", "all_reduce")
 
 
 @dataclass(frozen=True)
-class Wire:
+class WorkloadFormats:
     """Formats and hops of one case. With one hop both formats are equal."""
 
     inside: Format
@@ -91,6 +57,12 @@ class Wire:
     def of_gather(self) -> tuple[Format, ...]:
         """Return the formats in the order of a gather's hops; one if the first hop's bytes are forwarded."""
         return (self.between,) if self.inside == self.between else (self.between, self.inside)
+
+
+@cache
+def _group_of_node(_world: dist.ProcessGroup | None, ranks_per_node: int) -> dist.ProcessGroup | None:
+    """A process group of this node's ranks, for torch's own calls. Collective at the first use."""
+    return dist.new_subgroups(ranks_per_node)[0] if dist.is_initialized() else None  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True)
@@ -150,9 +122,9 @@ class Workload:
         elif self.collective == "all_to_all":
             torch_calls.all_to_all(self.output, self.input)
         else:
-            torch_calls.all_gather(self.output, self._shard, self.topology.intra.group)
+            torch_calls.all_gather(self.output, self._shard, _group_of_node(dist.group.WORLD, self.num_ranks))
 
-    def call_zcomm(self, wire: Wire) -> None:
+    def call_zcomm(self, wire: WorkloadFormats) -> None:
         """Call zcomm's collective, over one hop or two."""
         is_forced = wire.num_hops == 1 and self.topology.has_two_hops and not wire.is_auto
         group = None if is_forced else self.topology  # the default group: its connections are warm
@@ -169,7 +141,7 @@ class Workload:
         else:
             self._secondary.gather(self.output)
 
-    def _next_key(self, wire: Wire) -> zcomm.RandomKey | None:
+    def _next_key(self, wire: WorkloadFormats) -> zcomm.RandomKey | None:
         """A new random key for every call, as in training; None if the wire rounds to nearest."""
         if not any(format.is_random for format in (wire.inside, wire.between)):
             return None
@@ -177,7 +149,7 @@ class Workload:
         return zcomm.RandomKey(0, 0, self._num_random)
 
     @staticmethod
-    def _formats(wire: Wire) -> tuple[WireFormat, WireFormat]:
+    def _formats(wire: WorkloadFormats) -> tuple[WireFormat, WireFormat]:
         if wire.is_auto:
             return AUTO, AUTO
         if wire.num_hops == 1:
@@ -207,7 +179,7 @@ class Workload:
         """Return the exact elements [start, stop) of ``part``, float64."""
         return self.tiles.sum_of(part.ranks, part.source + start, part.source + stop) / self.divisor
 
-    def bound(self, part: OutputPart, start: int, stop: int, wire: Wire | None) -> Tensor:
+    def bound(self, part: OutputPart, start: int, stop: int, wire: WorkloadFormats | None) -> Tensor:
         """Bound the error of elements [start, stop); ``start`` is a block's start.
 
         ``wire`` None: torch's own call, for any order of its additions.
@@ -218,7 +190,7 @@ class Workload:
         values = self.tiles.magnitudes(part.ranks, *span)
         return torch.zeros_like(values) if wire is None else self._gather_bound(values, wire)
 
-    def _gather_bound(self, magnitudes: Tensor, wire: Wire) -> Tensor:
+    def _gather_bound(self, magnitudes: Tensor, wire: WorkloadFormats) -> Tensor:
         off = torch.zeros_like(magnitudes)
         formats = wire.of_reduction() if self.collective == "all_to_all" else wire.of_gather()
         for format in dict.fromkeys(formats[: wire.num_hops]):
@@ -226,7 +198,7 @@ class Workload:
                 off = off + step_bound(magnitudes + off, format, self.dtype)
         return off + (off > 0) * rounding_of(self.dtype) * (magnitudes + off)
 
-    def _reduction_bound(self, part: OutputPart, span: tuple[int, int], wire: Wire | None) -> Tensor:
+    def _reduction_bound(self, part: OutputPart, span: tuple[int, int], wire: WorkloadFormats | None) -> Tensor:
         total, magnitudes = (f(part.ranks, *span) for f in (self.tiles.sum_of, self.tiles.magnitudes))
         unit = rounding_of(self.dtype)
         if wire is None:
@@ -255,17 +227,17 @@ class Workload:
         )
 
 
-def auto_wire(workload: Workload) -> Wire:
+def auto_wire(workload: Workload) -> WorkloadFormats:
     """Return the formats that ``format="auto"`` chooses for ``workload``. Collective at the first use."""
     table = table_of(workload.topology)
     choice = table.choose(workload.collective, workload.nbytes, workload.output.device)
     hops = choice.num_hops if workload.topology.has_two_hops else 1
-    return Wire(choice.inside, choice.between, hops, is_auto=True)
+    return WorkloadFormats(choice.inside, choice.between, hops, is_auto=True)
 
 
-def wire_of(text: str, num_hops: int) -> Wire | None:
+def wire_of(text: str, num_hops: int) -> WorkloadFormats | None:
     """Parse the command line's ``text``; None for a pair of formats over one hop."""
     first, plus, second = text.partition("+")
     if plus and num_hops == 1:
         return None
-    return Wire(get_format(first), get_format(second or first), num_hops)
+    return WorkloadFormats(get_format(first), get_format(second or first), num_hops)

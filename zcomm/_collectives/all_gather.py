@@ -12,11 +12,15 @@ chunk overlaps hop 1 of the next (:mod:`zcomm._transport.chunks`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 from torch import Tensor
 
 from zcomm._collectives.auto_format import resolve
+from zcomm._collectives.coalesced import coalesced, is_list, rows_and_shards
 from zcomm._collectives.encoder import Encoder, check_random
 from zcomm._collectives.nccl_steps import gather_over_nccl, is_native
 from zcomm._formats.formats import Format, codec_for, is_same_wire
@@ -28,9 +32,11 @@ from zcomm._transport.backend import MessageInfo
 from zcomm._transport.backend_choice import BackendName
 from zcomm._transport.chunks import chunks_of, pipelined
 from zcomm._transport.route import (
-    Group,
+    GroupOrMesh,
     Route,
     WireFormat,
+    as_flat,
+    as_group,
     check_arguments,
     check_own_row,
     check_shard,
@@ -42,9 +48,9 @@ from zcomm._transport.work import Steps, Work, nothing, run
 
 
 def all_gather_single(
-    output: Tensor,
-    input: Tensor,
-    group: Group = None,
+    output: Tensor | Sequence[Tensor],
+    input: Tensor | Sequence[Tensor],
+    group: GroupOrMesh = None,
     *,
     format: WireFormat = "none",
     numbering: Numbering = "rank",
@@ -55,11 +61,13 @@ def all_gather_single(
     """Gather the ``input`` of every rank into ``output``.
 
     Args:
-        output: floating point, [world_size * n] contiguous, or [world_size, n] with contiguous rows. It holds the same
-            bits on every rank: a rank's own shard is decoded from its own message, too.
-        input: this rank's shard, floating point, [n] contiguous; may be its own row of ``output``. The same n on every
-            rank.
-        group: a ProcessGroup (default: all ranks) for one hop, or a :class:`zcomm.Topology` for two.
+        output: floating point, [world_size * n, ...] contiguous, or [world_size, n] with contiguous rows. It holds the
+            same bits on every rank: a rank's own shard is decoded from its own message, too.
+        input: this rank's shard, floating point, [n, ...] contiguous; may be its own row of ``output``. As many
+            elements on every rank. Or lists of outputs and inputs, each of one dtype, which are gathered in one
+            exchange for a copy each way (:mod:`zcomm._collectives.coalesced`).
+        group: a ProcessGroup (default: all ranks) or a DeviceMesh of one dimension for one hop, or a
+            :class:`zcomm.Topology` for two.
         format: a wire format; with a Topology also a pair, (between nodes, inside the node). ``"none"`` is ``input``'s
             dtype, ``"auto"`` the fastest one measured (:mod:`zcomm._collectives.auto_format`). The same on every rank.
         numbering: which rank owns which row: "rank" as in torch, or "local" (:mod:`zcomm._transport.topology`).
@@ -78,14 +86,19 @@ def all_gather_single(
     Cost for each rank: one message to every other rank; on two hops one message to one rank of every other node, and
     num_nodes messages to every other rank of the node. On CUDA no host sync beyond those of the process group.
     """
-    output, input = check_arguments(group, format, numbering=numbering, async_op=async_op, output=output, input=input)
+    group = as_group(group)
+    if is_list(output) or is_list(input):
+        lists = rows_and_shards(group, [format], output=output, input=input)
+        options: dict[str, Any] = {"format": format, "numbering": numbering, "random": random, "backend": backend}
+        return coalesced(partial(all_gather_single, group=group, **options), *lists, format, async_op=async_op)
+    found = check_arguments(group, format, numbering=numbering, async_op=async_op, output=output, input=input)
+    output, input = map(as_flat, found)
     chosen = resolve(format, "all_gather", group, input, output.numel(), first="inter", numbering=numbering)
     route = find_route("all_gather", group, chosen.format, first="inter", num_hops=chosen.num_hops, backend=backend)
     rows = rows_of("output", output, route.world_size)
     check_shard("input", input, "output", rows)
     check_own_row(input, rows, route.own_row(numbering))
-    for _, hop_format in route.hops:
-        codec_for(hop_format, input.dtype)
+    route.check_dtype(input.dtype)
     check_random(random, chosen.format)
     route.compare(numel=input.numel(), dtype=input.dtype, numbering=numbering, random=random)
     steps = gather_steps(rows, input, numbering, Encoder(route, input.numel(), random))

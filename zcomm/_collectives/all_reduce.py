@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,13 +11,25 @@ from torch import Tensor
 
 from zcomm._collectives.all_gather import gather_steps
 from zcomm._collectives.auto_format import AUTO, resolve
+from zcomm._collectives.coalesced import as_lists, check_no_residual, coalesced, is_list, world_size_of
 from zcomm._collectives.encoder import Encoder, check_random
 from zcomm._collectives.reduce_scatter import reduce_steps
-from zcomm._formats.formats import Format, codec_for
+from zcomm._formats.formats import Format
 from zcomm._formats.philox import RandomKey
 from zcomm._residuals.residual import Residual
 from zcomm._transport.backend_choice import BackendName
-from zcomm._transport.route import Group, Route, WireFormat, check_arguments, check_flat, divisor_of, find_route
+from zcomm._transport.route import (
+    Group,
+    GroupOrMesh,
+    Route,
+    WireFormat,
+    as_flat,
+    as_group,
+    check_arguments,
+    check_flat,
+    divisor_of,
+    find_route,
+)
 from zcomm._transport.topology import Numbering
 from zcomm._transport.work import Steps, Work, nothing, run
 
@@ -24,9 +38,9 @@ FIRST_GATHER_HOP = 2
 
 
 def all_reduce(
-    tensor: Tensor,
+    tensor: Tensor | Sequence[Tensor],
     op: Any = "sum",
-    group: Group = None,
+    group: GroupOrMesh = None,
     *,
     format: WireFormat = "none",
     gather_format: WireFormat | None = None,
@@ -38,32 +52,36 @@ def all_reduce(
     """Sum or average ``tensor`` over all ranks, in place; the same bits on every rank.
 
     Args:
-        tensor: floating point, [n] contiguous, any n (padded internally). The same n on every rank.
+        tensor: floating point, contiguous, of any shape (padded internally). As many elements on every rank. Or a list
+            of tensors, as for :func:`zcomm.all_gather_single`.
         op: "sum" or "avg", or ``ReduceOp.SUM`` / ``AVG``.
-        group: a ProcessGroup (default: all ranks), or a :class:`zcomm.Topology`.
+        group: a ProcessGroup (default: all ranks), a DeviceMesh of one dimension, or a :class:`zcomm.Topology`.
         format: of the reduce-scatter, as for :func:`zcomm.reduce_scatter_single`; also ``"auto"``.
         gather_format: of the all-gather; default: ``format``, with the same format on each link class.
-        residual: of the reduce-scatter; the gather's loss is not kept.
+        residual: of the reduce-scatter; the gather's loss is not kept. Not with a list.
         random: required for formats that round stochastically, refused for others. A new key for each call.
         async_op: return a Work at once. Over a ProcessGroup the gather only starts in ``wait()``: call it at the same
             point of the program on every rank, or the ranks deadlock. Over a Topology both overlap the caller's work.
         backend: "torch" or "nccl"; default: the Topology's, or torch over a ProcessGroup.
 
     Returns: A Work if ``async_op``, else None.
-
     Raises:
         LayoutError, FormatError: As the two collectives. Raised before any communication.
     Cost for each rank: that of both collectives on shards of ceil(n / world_size) elements; two copies for an uneven n.
     """
     wires = format, format if gather_format is None else gather_format
-    (tensor,) = check_arguments(group, *wires, async_op=async_op, residual=residual, tensor=tensor)
+    group = as_group(group)
+    if is_list(tensor):
+        options: dict[str, Any] = {"format": format, "gather_format": gather_format, "random": random}
+        call = partial(all_reduce, op=op, group=group, residual=residual, backend=backend, **options)
+        return _all_reduce_list(call, tensor, group, wires, async_op=async_op)
+    tensor = as_flat(*check_arguments(group, *wires, async_op=async_op, residual=residual, tensor=tensor))
     check_flat("tensor", tensor)
     if gather_format is None:
         gather_format = format if isinstance(format, (str, Format)) else format[::-1]
     reducing, gathering = _routes(tensor, group, format, gather_format, is_bound=residual is not None, backend=backend)
-    hops = *reducing.hops, *gathering.hops
-    for _, hop_format in hops:
-        codec_for(hop_format, tensor.dtype)
+    reducing.check_dtype(tensor.dtype)
+    gathering.check_dtype(tensor.dtype)
     check_random(random, *(wire for wire in (format, gather_format) if wire != AUTO))
     shard_numel = -(-tensor.numel() // reducing.world_size)
     numbering: Numbering = "local" if len(reducing.hops) == 2 else "rank"
@@ -73,16 +91,31 @@ def all_reduce(
     reducer = Encoder(reducing, shard_numel, random, residual)
     gatherer = Encoder(gathering, shard_numel, random, first_hop=FIRST_GATHER_HOP)
     divisor = divisor_of(op, reducing.world_size)
-    facts = {
-        "op": "avg" if divisor > 1 else "sum",
-        "gather_format": " -> ".join(str(wire) for _, wire in gathering.hops),
-        "random": random,
-        "residual": residual is not None,
-    }
-    reducing.compare(numel=tensor.numel(), dtype=tensor.dtype, **facts)
+    gathers = " -> ".join(str(wire) for _, wire in gathering.hops)
+    facts = {"op": "avg" if divisor > 1 else "sum", "random": random, "residual": residual is not None}
+    reducing.compare(numel=tensor.numel(), dtype=tensor.dtype, gather_format=gathers, **facts)
     steps = all_reduce_steps(tensor, reducer, gatherer, numbering, divisor)
-    work = run(steps, tensor, async_op=async_op, queue=reducing.queue, num_exchanges=len(hops))
+    work = run(steps, tensor, async_op=async_op, queue=reducing.queue, num_exchanges=2 * len(reducing.hops))
     return work if residual is None else residual.watch(work)
+
+
+def _all_reduce_list(
+    call: partial[Work | None], tensors: Any, group: Group, formats: tuple[WireFormat, WireFormat], *, async_op: bool
+) -> Work | None:
+    check_no_residual(call.keywords["residual"])
+    (found,) = as_lists(group, formats, tensor=tensors)
+    for index, tensor in enumerate(found):
+        check_flat(f"tensor[{index}]", tensor)
+    rows = [_padded_rows(tensor, world_size_of(group)) for tensor in found]
+
+    def exchange(target: Tensor, _: Tensor, /, *, async_op: bool) -> Work | None:
+        return call(target, async_op=async_op)
+
+    def finish() -> None:
+        for tensor, padded in zip(found, rows, strict=True):
+            _unpad(tensor, padded)
+
+    return coalesced(exchange, rows, rows, *formats, async_op=async_op, then=finish)
 
 
 def _routes(
@@ -119,8 +152,7 @@ def _exchanges(tensor: Tensor, reducer: Encoder, gatherer: Encoder, numbering: N
         shard = torch.empty(rows.shape[1], dtype=_sum_dtype(tensor.dtype), device=tensor.device)
     yield from reduce_steps(shard, rows, numbering, divisor, reducer)
     yield from gather_steps(rows, shard, numbering, gatherer)
-    if rows.data_ptr() != tensor.data_ptr():
-        tensor.copy_(rows.view(-1)[: tensor.numel()])
+    _unpad(tensor, rows)
 
 
 def _padded_rows(tensor: Tensor, num_rows: int) -> Tensor:
@@ -132,6 +164,12 @@ def _padded_rows(tensor: Tensor, num_rows: int) -> Tensor:
     rows.view(-1)[:numel].copy_(tensor)
     rows.view(-1)[numel:].zero_()
     return rows
+
+
+def _unpad(tensor: Tensor, rows: Tensor) -> None:
+    """Write ``rows`` back to ``tensor``, unless they are a view of it."""
+    if rows.data_ptr() != tensor.data_ptr():
+        tensor.copy_(rows.view(-1)[: tensor.numel()])
 
 
 def _sum_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -3,15 +3,20 @@
 two hops    inside the node to the destination's local rank, then between nodes: two nodes exchange one message per
             local rank instead of one per pair of ranks; large parts are sent in chunks
             (:mod:`zcomm._transport.chunks`)
+split sizes :mod:`zcomm._collectives.uneven_all_to_all`
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
 from zcomm._collectives.auto_format import resolve
 from zcomm._collectives.encoder import Encoder, check_random
 from zcomm._collectives.nccl_steps import exchange_over_nccl, is_native
+from zcomm._collectives.uneven_all_to_all import Splits, uneven_all_to_all
 from zcomm._formats.formats import codec_for
 from zcomm._formats.philox import RandomKey
 from zcomm._kernels import kernels
@@ -19,7 +24,17 @@ from zcomm._transport import backend
 from zcomm._transport.backend import MessageInfo
 from zcomm._transport.backend_choice import BackendName
 from zcomm._transport.chunks import chunks_of, pipelined
-from zcomm._transport.route import Group, WireFormat, check_apart, check_arguments, check_flat, find_route
+from zcomm._transport.route import (
+    GroupOrMesh,
+    Route,
+    WireFormat,
+    as_flat,
+    as_group,
+    check_apart,
+    check_arguments,
+    check_flat,
+    find_route,
+)
 from zcomm._transport.work import Steps, Work, nothing, run
 from zcomm.errors import LayoutError
 
@@ -27,8 +42,10 @@ from zcomm.errors import LayoutError
 def all_to_all_single(
     output: Tensor,
     input: Tensor,
-    group: Group = None,
+    group: GroupOrMesh = None,
     *,
+    output_split_sizes: Sequence[int] | None = None,
+    input_split_sizes: Sequence[int] | None = None,
     format: WireFormat = "none",
     random: RandomKey | None = None,
     async_op: bool = False,
@@ -37,42 +54,62 @@ def all_to_all_single(
     """Send part i of ``input`` to rank i; part j of ``output`` comes from rank j.
 
     Args:
-        output: floating point, [world_size * n] contiguous.
-        input: floating point, [world_size * n] contiguous, equal parts. The same n on every rank.
-        group: a ProcessGroup (default: all ranks) for one hop, or a :class:`zcomm.Topology` for two.
+        output: floating point, contiguous, of any shape with as many elements as ``input``.
+        input: floating point, contiguous, [world_size * n, ...]: part i is rows i * n to (i + 1) * n. The same n on
+            every rank.
+        group: a ProcessGroup (default: all ranks) or a DeviceMesh of one dimension for one hop, or a
+            :class:`zcomm.Topology` for two.
+        output_split_sizes: rows of ``output`` [rows, ...] that come from each rank, as in torch; None: equally many.
+        input_split_sizes: rows of ``input`` [rows, ...] for each rank. Both None on every rank, or on none.
         format: a wire format; with a Topology also a pair, (inside the node, between nodes); or ``"auto"``, the fastest
-            one measured (:mod:`zcomm._collectives.auto_format`).
+            one measured (:mod:`zcomm._collectives.auto_format`), but not with split sizes.
         random: required for formats that round stochastically, refused for others. A new key for each call.
-        async_op: return a Work at once.
-        backend: "torch" or "nccl"; default: the Topology's, or torch over a ProcessGroup. The same on every rank.
+        async_op: return a Work at once; with split sizes once every rank has made the call.
+        backend: "torch" or "nccl" (not with split sizes); default: the Topology's, or torch over a ProcessGroup.
 
     Returns:
         A Work if ``async_op``, else None.
 
     Raises:
-        LayoutError, FormatError: Sizes, dtypes, formats or random do not fit. Raised before any communication.
+        LayoutError, FormatError: Sizes, dtypes, formats or random do not fit. Raised before any communication; on every
+            rank if split sizes do not fit on one, or those of two ranks do not fit each other.
 
     Cost for each rank: one message to every other rank; with two hops num_nodes messages to every other rank of the
-    node and ranks_per_node messages to one rank of every other node.
+    node and ranks_per_node messages to one rank of every other node. With split sizes it is always one hop over all
+    ranks: one message to every other rank that gets a row, in the format of that link. Before it the ranks compare
+    their sizes in a small all-gather, for which the host waits: 8 * (2 * world_size + 1) bytes to every other rank.
     """
+    rows = input.shape[0] if isinstance(input, Tensor) and input.ndim > 1 else 0
+    group = as_group(group)
     output, input = check_arguments(group, format, async_op=async_op, output=output, input=input)
+    if output_split_sizes is not None or input_split_sizes is not None:
+        splits = Splits(output_split_sizes, input_split_sizes)
+        options: dict[str, Any] = {"format": format, "random": random, "async_op": async_op, "backend": backend}
+        return uneven_all_to_all(output, input, group, splits, **options)
+    output, input = as_flat(output), as_flat(input)
     chosen = resolve(format, "all_to_all", group, input, input.numel(), first="intra")
     route = find_route("all_to_all", group, chosen.format, first="intra", num_hops=chosen.num_hops, backend=backend)
-    check_flat("input", input)
+    check_random(random, chosen.format)
+    steps = _checked_steps(output, input, rows, route, random)
+    return run(steps, output, input, async_op=async_op, queue=route.queue, num_exchanges=len(route.hops))
+
+
+def _checked_steps(output: Tensor, source: Tensor, rows: int, route: Route, random: RandomKey | None) -> Steps:
+    """The steps for flat tensors; ``rows``: of the input as it was passed, 0 if it was flat."""
+    check_flat("input", source)
     check_flat("output", output)
-    if input.numel() % route.world_size or output.numel() != input.numel() or output.device != input.device:
+    if rows % route.world_size:
+        raise LayoutError(f"rows of input must divide over the ranks: rows={rows}, world_size={route.world_size}")
+    if source.numel() % route.world_size or output.numel() != source.numel() or output.device != source.device:
         raise LayoutError(
             "input and output must be equally long, divide over the ranks and be on one device: "
-            f"input numel={input.numel()} on {input.device}, output numel={output.numel()} on {output.device}, "
+            f"input numel={source.numel()} on {source.device}, output numel={output.numel()} on {output.device}, "
             f"world_size={route.world_size}"
         )
-    check_apart("output", output, "input", input)
-    for _, hop_format in route.hops:
-        codec_for(hop_format, input.dtype)
-    check_random(random, chosen.format)
-    route.compare(numel=input.numel(), dtype=input.dtype, random=random)
-    steps = _steps(output, input, Encoder(route, input.numel() // route.world_size, random))
-    return run(steps, output, input, async_op=async_op, queue=route.queue, num_exchanges=len(route.hops))
+    check_apart("output", output, "input", source)
+    route.check_dtype(source.dtype)
+    route.compare(numel=source.numel(), dtype=source.dtype, random=random)
+    return _steps(output, source, Encoder(route, source.numel() // route.world_size, random))
 
 
 def _steps(output: Tensor, source: Tensor, encoder: Encoder) -> Steps:

@@ -77,7 +77,7 @@ class Resolved(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Table:
+class FormatTable:
     device: str = ""
     choices: dict[str, list[tuple[int, ProbedChoice]]] = field(default_factory=dict)
     """By operation: (bytes of the full tensor from which it holds, choice), ascending."""
@@ -101,7 +101,7 @@ class Table:
         return found if index >= 0 or (found.inside, found.between) == (NONE.inside, NONE.between) else NONE
 
     @classmethod
-    def parse(cls, path: str, text: str, *, shape: str) -> Table:
+    def parse(cls, path: str, text: str, *, shape: str) -> FormatTable:
         """The table for topologies of ``shape`` in the ``text`` of a probe file; empty if that shape was not probed."""
         try:
             facts: dict[str, Any] = json.loads(text)
@@ -144,7 +144,7 @@ def shape_of(topology: Topology) -> str:
     return f"{topology.num_nodes}x{topology.ranks_per_node} on {hosts} host{'s' if hosts > 1 else ''}"
 
 
-def table_of(topology: Topology) -> Table:
+def table_of(topology: Topology) -> FormatTable:
     """The table that all ranks of ``topology`` use. The first use is collective.
 
     Raises:
@@ -154,10 +154,11 @@ def table_of(topology: Topology) -> Table:
         # An error on the first rank alone would leave the others in the broadcast: it is sent as text, too (A2).
         found = _from_first_rank(_read(probe_path()) if topology.rank == 0 else "", topology)
         shape = shape_of(topology)
-        table = Table.parse(*found.split("\n", 1), shape=shape) if found else Table()
-        topology.auto_table, topology.uses_world = table, table.has_one_hop
+        table = FormatTable.parse(*found.split("\n", 1), shape=shape) if found else FormatTable()
+        topology.auto_table = table
+        topology.uses_world |= table.has_one_hop
         topology.queue.links = table.links
-    assert isinstance(topology.auto_table, Table), "auto_table is set here only"
+    assert isinstance(topology.auto_table, FormatTable), "auto_table is set here only"
     return topology.auto_table
 
 

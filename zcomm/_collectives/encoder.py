@@ -8,6 +8,7 @@ between hops have the stride of full rows.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -23,8 +24,7 @@ from zcomm.errors import FormatError
 
 def check_random(random: RandomKey | None, *formats: WireFormat) -> None:
     """Raise FormatError if ``random`` is missing for a format that rounds stochastically, or given without one."""
-    of_hops = [f for wire in formats for f in ((wire,) if isinstance(wire, (str, Format)) else wire)]
-    drawing = [str(f) for f in map(get_format, of_hops) if f.is_random]
+    drawing, used = _drawing(formats)
     if random is not None and not isinstance(random, RandomKey):
         raise FormatError(f"random must be a zcomm.RandomKey(seed, tensor, step): random={random!r}")
     if drawing and random is None:
@@ -32,8 +32,15 @@ def check_random(random: RandomKey | None, *formats: WireFormat) -> None:
             f"format {drawing[0]!r} rounds stochastically and needs random=zcomm.RandomKey(seed, tensor, step)"
         )
     if random is not None and not drawing:
-        used = ", ".join(str(get_format(f)) for f in of_hops)
         raise FormatError(f"no format here rounds stochastically, leave out random=: format={used}, random={random}")
+
+
+@lru_cache
+def _drawing(formats: tuple[WireFormat, ...]) -> tuple[list[str], str]:
+    """The formats that round stochastically, and all of them as text."""
+    of_hops = [f for wire in formats for f in ((wire,) if isinstance(wire, (str, Format)) else wire)]
+    found = [get_format(f) for f in of_hops]
+    return [str(f) for f in found if f.is_random], ", ".join(map(str, found))
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from zcomm._base import env
 from zcomm._collectives.encoder import Encoder
 from zcomm._formats.formats import Format, is_same_wire
 from zcomm._formats.message import MessageLayout, layout_of
+from zcomm._kernels import on_cuda
 from zcomm._kernels.message_flags import flag_of
 from zcomm._kernels.native_calls import DTYPE_NUMBERS
 from zcomm._transport import backend
@@ -70,7 +71,7 @@ def is_native(encoder: Encoder, *tensors: Tensor) -> bool:
 def _has_kernels(wire: Format) -> bool:
     is_plain = wire.symmetric and wire.rotation is None and not wire.is_random
     is_power = MIN_BLOCK <= wire.block <= MAX_BLOCK and wire.block & (wire.block - 1) == 0
-    return is_plain and (is_power or not wire.block)
+    return is_plain and ((is_power and wire.name in on_cuda.CODECS) or not wire.block)
 
 
 def chunk_numel(numel: int, num_ranks: int, *formats: Format, links: Sequence[Link] = ()) -> int:

@@ -12,15 +12,17 @@ Large shards are sent in chunks, so that hop 2 of a chunk overlaps hop 1 of the 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from zcomm._collectives.auto_format import resolve
+from zcomm._collectives.coalesced import check_no_residual, coalesced, is_list, rows_and_shards
 from zcomm._collectives.encoder import Encoder, check_random
 from zcomm._collectives.nccl_steps import is_native, reduce_over_nccl
-from zcomm._formats.formats import codec_for
 from zcomm._formats.message import MessageLayout
 from zcomm._formats.philox import RandomKey
 from zcomm._kernels import kernels
@@ -29,17 +31,28 @@ from zcomm._transport import backend
 from zcomm._transport.backend import MessageInfo
 from zcomm._transport.backend_choice import BackendName
 from zcomm._transport.chunks import chunks_of, pipelined
-from zcomm._transport.route import Group, WireFormat, check_arguments, check_shard, divisor_of, find_route, rows_of
+from zcomm._transport.route import (
+    GroupOrMesh,
+    Route,
+    WireFormat,
+    as_flat,
+    as_group,
+    check_arguments,
+    check_shard,
+    divisor_of,
+    find_route,
+    rows_of,
+)
 from zcomm._transport.topology import Numbering
 from zcomm._transport.work import Steps, Work, nothing, run
 
 
 def reduce_scatter_single(
-    output: Tensor,
-    input: Tensor,
+    output: Tensor | Sequence[Tensor],
+    input: Tensor | Sequence[Tensor],
     op: Any = "sum",
     *,
-    group: Group = None,
+    group: GroupOrMesh = None,
     format: WireFormat = "none",
     numbering: Numbering = "rank",
     residual: Residual | None = None,
@@ -50,16 +63,19 @@ def reduce_scatter_single(
     """Sum or average ``input`` over all ranks; each rank gets its shard of the result.
 
     Args:
-        output: this rank's shard, floating point, [n] contiguous; its dtype may be wider than ``input``'s.
-        input: floating point, [world_size * n] contiguous, or [world_size, n] with contiguous rows. Not written; do not
-            change it before an asynchronous call has been waited for.
+        output: this rank's shard, floating point, [n, ...] contiguous; its dtype may be wider than ``input``'s.
+        input: floating point, [world_size * n, ...] contiguous, or [world_size, n] with contiguous rows. Not written;
+            do not change it before an asynchronous call has been waited for. Or lists of outputs and inputs, as for
+            :func:`zcomm.all_gather_single`.
         op: "sum" or "avg", or ``ReduceOp.SUM`` / ``AVG``. A mean is one division, after the last hop.
-        group: a ProcessGroup (default: all ranks) for one hop, or a :class:`zcomm.Topology` for two.
+        group: a ProcessGroup (default: all ranks) or a DeviceMesh of one dimension for one hop, or a
+            :class:`zcomm.Topology` for two.
         format: a wire format; with a Topology also a pair, (inside the node, between nodes). ``"none"`` is ``input``'s
             dtype on both hops, ``"auto"`` the fastest one measured (:mod:`zcomm._collectives.auto_format`). The same on
             every rank.
         numbering: which rank owns which row: "rank" as in torch, or "local" (:mod:`zcomm._transport.topology`).
-        residual: error feedback on the last hop; call its ``commit()`` afterwards. On every rank or on none.
+        residual: error feedback on the last hop; call its ``commit()`` afterwards. On every rank or on none, and not
+            with lists.
         random: required for formats that round stochastically, refused for others. A new key for each call.
         async_op: return a Work at once.
         backend: "torch" or "nccl"; default: the Topology's, or torch over a ProcessGroup. The same on every rank.
@@ -71,29 +87,47 @@ def reduce_scatter_single(
         MessageError: Another rank sent another layout, or a message was damaged (with ZCOMM_CHECK=1).
 
     Cost for each rank: one message to every other rank; on two hops one message of num_nodes segments to every other
-    rank of the node, and one of one segment to one rank of every other node. Scratch: the messages sent and received;
+    rank of the node, and one of one segment to one rank of every other node. Scratch: the messages;
     with a residual also the sums in float32, three times.
     """
-    output, input = check_arguments(
-        group, format, numbering=numbering, async_op=async_op, residual=residual, output=output, input=input
-    )
+    group, tensors = as_group(group), {"output": output, "input": input}
+    if is_list(output) or is_list(input):
+        check_no_residual(residual)
+        inputs, shards = rows_and_shards(group, [format], input=input, output=output)
+        options: dict[str, Any] = {"format": format, "numbering": numbering, "random": random, "backend": backend}
+        exchange = partial(reduce_scatter_single, op=op, group=group, **options)
+        return coalesced(exchange, shards, inputs, format, async_op=async_op)
+    found = check_arguments(group, format, numbering=numbering, async_op=async_op, residual=residual, **tensors)
+    output, input = map(as_flat, found)
     hops_of = numbering if residual is None else "local"  # a residual needs two hops, and "local" rules out one
     chosen = resolve(format, "reduce_scatter", group, input, input.numel(), first="intra", numbering=hops_of)
     route = find_route("reduce_scatter", group, chosen.format, first="intra", num_hops=chosen.num_hops, backend=backend)
-    divisor = divisor_of(op, route.world_size)
-    rows = rows_of("input", input, route.world_size)
-    check_shard("output", output, "input", rows)
-    for _, hop_format in route.hops:
-        codec_for(hop_format, input.dtype)
     check_random(random, chosen.format)
+    steps = _checked_steps(output, input, op, route, numbering=numbering, random=random, residual=residual)
+    work = run(steps, output, input, async_op=async_op, queue=route.queue, num_exchanges=len(route.hops))
+    return work if residual is None else residual.watch(work)
+
+
+def _checked_steps(
+    output: Tensor,
+    source: Tensor,
+    op: Any,
+    route: Route,
+    *,
+    numbering: Numbering,
+    random: RandomKey | None,
+    residual: Residual | None,
+) -> Steps:
+    divisor = divisor_of(op, route.world_size)
+    rows = rows_of("input", source, route.world_size)
+    check_shard("output", output, "input", rows)
+    route.check_dtype(source.dtype)
     if residual is not None:
         residual.check(route, numbering, rows.shape[1], rows)
     op = "avg" if divisor > 1 else "sum"
     facts = {"op": op, "numbering": numbering, "random": random, "residual": residual is not None}
     route.compare(numel=output.numel(), dtype=rows.dtype, **facts)
-    steps = reduce_steps(output, rows, numbering, divisor, Encoder(route, rows.shape[1], random, residual))
-    work = run(steps, output, input, async_op=async_op, queue=route.queue, num_exchanges=len(route.hops))
-    return work if residual is None else residual.watch(work)
+    return reduce_steps(output, rows, numbering, divisor, Encoder(route, rows.shape[1], random, residual))
 
 
 def reduce_steps(output: Tensor, rows: Tensor, numbering: Numbering, divisor: int, encoder: Encoder) -> Steps:

@@ -5,8 +5,6 @@ A header is an int32 [..., 1]: the bf16 scale in the low 16 bits, the bf16 zero 
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 from torch import Tensor
 
@@ -19,13 +17,6 @@ LARGEST_SCALE_BITS = 0x7F7F0000
 UPPER_HALF = -0x10000  # 0xFFFF0000 as int32
 LARGEST_ASYMMETRIC = 2.0**126
 """Asymmetric codecs clamp to this magnitude: otherwise max - zero could overflow float32."""
-
-# The 16 levels of NF4 ("QLoRA", arXiv:2305.14314, appendix E), times 8 and rounded to bf16.
-NF4_LEVELS = (
-    *(-8.0, -5.5625, -4.1875, -3.15625, -2.28125, -1.4765625, -0.7265625, 0.0),
-    *(0.63671875, 1.2890625, 1.96875, 2.703125, 3.53125, 4.5, 5.78125, 8.0),
-)
-FP8_LARGEST = 0x7E  # 448
 
 
 def encode_blocks(blocks: Tensor, codec: Codec, uniform: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -56,10 +47,8 @@ def _scale_up(quotients: Tensor) -> Tensor:
 
 
 def _codes_of(scaled: Tensor, codec: Codec, uniform: Tensor | None) -> Tensor:
-    if codec.name == "nf4":
-        return torch.bucketize(scaled, _nf4_midpoints(scaled.device))  # counts the midpoints below: ties go down
-    if codec.name == "fp8_e4m3":
-        return _fp8_codes(scaled)
+    if codec.nearest is not None:
+        return codec.nearest(scaled)
     return _rounded(scaled, uniform).clamp(-codec.qmax, codec.qmax)
 
 
@@ -69,35 +58,6 @@ def _rounded(values: Tensor, uniform: Tensor | None) -> Tensor:
     magnitude = values.abs()
     floor = magnitude.floor()
     return torch.copysign(floor + (uniform < (magnitude - floor) * 2.0**24), values)
-
-
-@cache
-def _nf4_levels(device: torch.device) -> Tensor:
-    return torch.tensor(NF4_LEVELS, dtype=torch.float32, device=device)
-
-
-@cache
-def _nf4_midpoints(device: torch.device) -> Tensor:
-    levels = _nf4_levels(device)
-    return (levels[1:] + levels[:-1]) / 2  # exact
-
-
-def _fp8_codes(values: Tensor) -> Tensor:
-    """Round values up to 448 to float8 e4m3 (bias 7, no infinities), half to even, without a negative zero."""
-    bits = values.contiguous().view(torch.int32)
-    magnitude = bits & 0x7FFFFFFF
-    normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - ((127 - 7) << 3)
-    denormal = (magnitude.view(torch.float32) * 2.0**9).round().to(torch.int32)
-    codes = torch.where(magnitude < 0x3C800000, denormal, normal).clamp(max=FP8_LARGEST)  # below 2^-6
-    return torch.where((bits < 0) & (codes > 0), codes | 0x80, codes)
-
-
-def _fp8_values(codes: Tensor) -> Tensor:
-    bits = codes.to(torch.int32) & 0xFF
-    exponent, mantissa = (bits >> 3) & 0xF, bits & 7
-    normal = (((exponent + (127 - 7)) << 23) | (mantissa << 20)).view(torch.float32)
-    values = torch.where(exponent > 0, normal, mantissa * 2.0**-9)
-    return torch.where(bits >= 0x80, -values, values)
 
 
 def _encode_asymmetric(blocks: Tensor, qmax: int, uniform: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -128,12 +88,8 @@ def decode_blocks(headers: Tensor, codes: Tensor, codec: Codec) -> Tensor:
     if codec.has_zero_point:
         mask = 2**codec.bits - 1
         values = (headers & UPPER_HALF).view(torch.float32) + (codes.to(torch.int32) & mask).float() * scales
-    elif codec.name == "nf4":
-        values = _nf4_levels(codes.device)[codes.to(torch.int64) & 0xF] * scales
-    elif codec.name == "fp8_e4m3":
-        values = _fp8_values(codes) * scales
     else:
-        values = codes.float() * scales
+        values = (codes.float() if codec.levels is None else codec.levels(codes)) * scales
     return clamped(values, torch.float32)
 
 

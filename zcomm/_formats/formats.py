@@ -1,4 +1,4 @@
-"""The table of wire formats and codecs: names, bits, blocks, options. Everything else is derived from it.
+"""The table of codecs, which declares the wire formats: names, bits, blocks, options. All else is derived from it.
 
 A *cast* codec sends a plain array of its dtype. A *block* codec sends codes, and a header for each ``block`` elements:
 a bf16 scale, or a bf16 scale and a bf16 zero point. The format ``none`` is the cast codec of the tensor's own dtype.
@@ -7,17 +7,23 @@ For the numerics contract see :mod:`zcomm._formats.reference`.
     x ~ code * scale              int8, int4: codes symmetric in [-qmax, qmax]
     x ~ level[code] * scale       nf4: 16 levels, dense near 0;  fp8_e4m3: the levels are 8-bit floats
     x ~ zero + code * scale       int8, int4 with symmetric=False: codes in [0, 2^bits - 1]
+
+A block codec with levels of its own has a file ``codec_<name>.py``, which declares nothing: its two functions stand in
+the table. Kernels that do not have a codec leave it to the PyTorch reference.
 """
 
 from __future__ import annotations
 
 import difflib
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from zcomm._formats import codec_fp8_e4m3, codec_nf4
 from zcomm.errors import FormatError
 
 
@@ -27,13 +33,23 @@ class Codec:
 
     name: str
     number: int
-    """Its id in the native kernels."""
+    """Its id in the native kernels. Never used again for another codec."""
     bits: int
-    dtype: torch.dtype | None
+    dtype: torch.dtype | None = None
     """Cast codecs: the dtype on the wire. Block codecs: None."""
+    block: int | None = None
+    """Default block of the format of this name, 0 for a cast format; None: the codec is chosen by other means."""
     qmax: int = 0
     """Block codecs: the largest scaled value; the scale is absmax / qmax."""
     has_zero_point: bool = False
+    has_options: bool = False
+    """Whether the format takes ``symmetric=False``, which means the codec ``<name>_asym``, and ``rounding``."""
+    widest_gap: float = 1.0
+    """Block codecs: between two neighbouring levels, before the scale."""
+    nearest: Callable[[Tensor], Tensor] | None = None
+    """The codes of scaled values, float32 in [-qmax, qmax]; None: they are rounded to integers."""
+    levels: Callable[[Tensor], Tensor] | None = None
+    """The float32 levels of codes, int8 of which ``bits`` count; None: the codes are integers."""
 
     @property
     def is_block(self) -> bool:
@@ -44,6 +60,14 @@ class Codec:
     def header_nbytes(self) -> int:
         """Bytes of a block's header."""
         return (4 if self.has_zero_point else 2) if self.is_block else 0
+
+    @property
+    def relative_rounding(self) -> float:
+        """Block codecs: what rounding to nearest may change, over absmax of the block; without rounding of the scale.
+
+        Half the widest gap. With a zero point the levels span at most twice absmax.
+        """
+        return self.widest_gap / (1 if self.has_zero_point else 2) / self.qmax
 
     def dtype_between(self, before: Codec) -> torch.dtype:
         """Dtype of values decoded with ``before`` and encoded again with this codec: wide enough to be exact."""
@@ -56,18 +80,27 @@ CODECS = {
     codec.name: codec
     for codec in (
         Codec("f32", 0, 32, torch.float32),
-        Codec("bf16", 1, 16, torch.bfloat16),
-        Codec("fp16", 2, 16, torch.float16),
-        Codec("int8", 3, 8, None, 127),
-        Codec("int4", 4, 4, None, 7),
+        Codec("bf16", 1, 16, torch.bfloat16, block=0),
+        Codec("fp16", 2, 16, torch.float16, block=0),
+        Codec("int8", 3, 8, block=256, qmax=127, has_options=True),
+        Codec("int4", 4, 4, block=128, qmax=7, has_options=True),
         Codec("f64", 5, 64, torch.float64),
-        Codec("nf4", 6, 4, None, 8),
-        Codec("fp8_e4m3", 7, 8, None, 448),
-        Codec("int8_asym", 8, 8, None, 255, has_zero_point=True),
-        Codec("int4_asym", 9, 4, None, 15, has_zero_point=True),
+        Codec(
+            "nf4", 6, 4, block=64, qmax=8, widest_gap=8 - 5.5625,
+            nearest=codec_nf4.nearest, levels=codec_nf4.levels,
+        ),
+        Codec(
+            "fp8_e4m3", 7, 8, block=128, qmax=448, widest_gap=32,
+            nearest=codec_fp8_e4m3.nearest, levels=codec_fp8_e4m3.levels,
+        ),
+        Codec("int8_asym", 8, 8, qmax=255, has_zero_point=True),
+        Codec("int4_asym", 9, 4, qmax=15, has_zero_point=True),
     )
-}
+}  # fmt: skip
 CODEC_OF_DTYPE = {codec.dtype: codec for codec in CODECS.values() if codec.dtype is not None}
+_BLOCKS = {"none": 0} | {codec.name: codec.block for codec in CODECS.values() if codec.block is not None}
+"""Default block of each format; 0: a cast format."""
+_WITH_OPTIONS = tuple(codec.name for codec in CODECS.values() if codec.has_options)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,14 +133,13 @@ class Format:
         self._check_options()
 
     def _check_options(self) -> None:
-        is_int = self.name in ("int8", "int4")
         if self.rounding not in ("nearest", "stochastic"):
             raise FormatError(f"rounding must be 'nearest' or 'stochastic': rounding={self.rounding!r}")
         if self.rotation not in (None, "hadamard"):
             raise FormatError(f"rotation must be None or 'hadamard': rotation={self.rotation!r}")
-        if not is_int and (not self.symmetric or self.rounding != "nearest"):
+        if self.name not in _WITH_OPTIONS and (not self.symmetric or self.rounding != "nearest"):
             raise FormatError(
-                "symmetric=False and rounding='stochastic' are options of int8 and int4: "
+                f"symmetric=False and rounding='stochastic' are options of {' and '.join(_WITH_OPTIONS)}: "
                 f"format={self.name!r}, symmetric={self.symmetric}, rounding={self.rounding!r}"
             )
         if self.rotation is not None and (self.block & (self.block - 1) or not self.block):
@@ -121,14 +153,6 @@ class Format:
         """Whether encoding needs random numbers."""
         return self.rounding == "stochastic"
 
-    @property
-    def bits_per_element(self) -> float:
-        """Bits per element of a long message, headers included; 0 for ``none``, which depends on the tensor."""
-        if self.name == "none":
-            return 0.0
-        codec = CODECS[_codec_name(self)]
-        return codec.bits + (8 * codec.header_nbytes / self.block if self.block else 0)
-
     def __str__(self) -> str:
         """The name, with the options that are not defaults: ``int4/64:asym:hadamard:stochastic``."""
         name = self.name if self.block == _BLOCKS[self.name] else f"{self.name}/{self.block}"
@@ -136,8 +160,6 @@ class Format:
         return ":".join([name, *filter(None, options)])
 
 
-_BLOCKS = {"none": 0, "bf16": 0, "fp16": 0, "int8": 256, "int4": 128, "nf4": 64, "fp8_e4m3": 128}
-"""Default block of each format; 0: a cast format."""
 FORMATS = {name: Format(name, block) for name, block in _BLOCKS.items()}
 
 

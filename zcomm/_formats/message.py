@@ -100,12 +100,7 @@ class MessageLayout:
 
 @lru_cache(maxsize=4096)
 def layout_of(
-    operation: str,
-    format: Format,
-    dtype: torch.dtype,
-    num_segments: int,
-    segment_numel: int,
-    kernels: str = "auto",
+    operation: str, format: Format, dtype: torch.dtype, num_segments: int, segment_numel: int, kernels: str = "auto"
 ) -> MessageLayout:
     """The layout of ``operation``'s messages for tensors of ``dtype``."""
     codec = codec_for(format, dtype)

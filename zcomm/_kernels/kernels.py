@@ -1,7 +1,8 @@
 """Kernel dispatch: each operation runs on Triton or CUDA (CUDA tensors), native (CPU tensors) or the reference.
 
 The choice depends only on formats, dtypes, device and ``MessageLayout.kernels`` (a Topology's ``kernels=``, or with
-"auto" ZCOMM_KERNELS), never on sizes or values. All kernels give the same bits. Only the reference supports float64.
+"auto" ZCOMM_KERNELS), never on sizes or values. All kernels give the same bits. The reference alone has every codec,
+float64 among them (:mod:`zcomm._kernels.codec_support`).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from zcomm._formats.message import MessageLayout
 from zcomm._formats.philox import Draw
 from zcomm._kernels import native_calls as calls
 from zcomm._kernels import on_cuda, on_triton
+from zcomm._kernels.codec_support import have_codecs
 from zcomm._kernels.native_calls import unavailable_reason as native_unavailable_reason
 from zcomm._kernels.on_triton import ResidualBlocks
 from zcomm._kernels.profiling import is_profiling, span
@@ -98,7 +100,7 @@ def _uses_native(array: Tensor, *layouts: MessageLayout) -> bool:
     return (
         array.device.type == "cpu"
         and (array.dtype in calls.DTYPE_NUMBERS or array.dtype == torch.uint8)
-        and all(layout.codec.dtype != torch.float64 for layout in layouts)
+        and have_codecs(calls.CODECS, layouts, "native")
         and _native_is_chosen(layouts[0].kernels)
     )
 

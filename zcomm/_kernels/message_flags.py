@@ -9,10 +9,10 @@ each decode. The error therefore comes late: the values of the wrong message hav
 ``decode_sum_requantize`` encodes from it has hash 0, so the ranks of the next hop refuse it, too.
 
 Invariants:
-    G1  The flag is allocated and filled outside of graph captures: inside, only the graph's replays would fill it.
-    G2  Nothing is queried or copied on a stream that is being captured: that would invalidate the capture. The next
+    Y1  The flag is allocated and filled outside of graph captures: inside, only the graph's replays would fill it.
+    Y2  Nothing is queried or copied on a stream that is being captured: that would invalidate the capture. The next
         check outside of the capture sees what the graph's kernels found.
-    G3  After an error the flag is set again: each error is raised once.
+    Y3  After an error the flag is set again: each error is raised once.
 """
 
 from __future__ import annotations

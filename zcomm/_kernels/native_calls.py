@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from zcomm._base import env
+from zcomm._formats import formats
 from zcomm._formats.message import MessageLayout
 from zcomm._kernels.on_triton import ResidualBlocks
 from zcomm.errors import MessageError
@@ -71,6 +72,9 @@ else:
 
 module: Any = _native
 """None if it cannot be imported."""
+NUMBERS = {codec.name: codec.number for codec in formats.CODECS.values() if codec.dtype != torch.float64}
+CODECS = NUMBERS if module is None else dict(NUMBERS.items() & module.CODECS.items())
+"""Names and numbers of the codecs that it has. Where it cannot be imported, that is the reason to give, not a codec."""
 RESIDUAL_BLOCK = 256
 DTYPE_NUMBERS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 

@@ -79,6 +79,7 @@ def driver_unavailable_reason(built: str) -> str:
     )
 
 
+CODECS = frozenset({"f32", "bf16", "fp16", "int8", "int4", "nf4", "fp8_e4m3"})
 BLOCKS = frozenset(1 << exponent for exponent in range(3, 11))
 
 
@@ -121,9 +122,7 @@ def serves(array: Tensor, *layouts: MessageLayout, draw: Draw | None = None) -> 
 
 
 def _is_served(layout: MessageLayout) -> bool:
-    if not layout.codec.is_block:
-        return layout.codec.dtype != torch.float64
-    return layout.block in BLOCKS and not layout.codec.has_zero_point and not layout.is_rotated
+    return layout.codec.name in CODECS and (layout.block in BLOCKS or not layout.block) and not layout.is_rotated
 
 
 def _launch(name: str, device: torch.device, layout: MessageLayout, *arguments: Any) -> None:

@@ -25,13 +25,17 @@ from zcomm._base import env
 from zcomm._formats import reference
 from zcomm._formats.message import MessageLayout
 from zcomm._formats.philox import Draw
+from zcomm._kernels.codec_support import have_codecs
 from zcomm._kernels.message_flags import flag_of
 from zcomm.errors import BackendUnavailableError
+from zcomm.triton_kernels import KINDS
 from zcomm.triton_kernels import unavailable_reason as triton_unavailable_reason
 
 ResidualBlocks: TypeAlias = tuple[Tensor, Tensor, float]
 """Codes int8 [num_rows, num_blocks, 256], scales bfloat16 [num_rows, num_blocks], both overwritten; beta."""
 
+SETTINGS = {"cpu": ("triton",), "cuda": ("triton", "cuda")}
+"""Settings that end here if these kernels lack a codec, by device: what on_cuda.py does not serve is left to them."""
 DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.uint8})
 
 
@@ -59,7 +63,7 @@ def serves(array: Tensor, *layouts: MessageLayout) -> bool:
     return (
         array.device.type in ("cpu", "cuda")
         and array.dtype in DTYPES
-        and all(layout.codec.dtype != torch.float64 for layout in layouts)
+        and have_codecs(KINDS, layouts, *SETTINGS[array.device.type])
         and _is_chosen(array.device.type, layouts[0].kernels)
     )
 

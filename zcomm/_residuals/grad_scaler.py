@@ -35,25 +35,25 @@ def scaler_kind(scaler: object) -> str:
     return scaler if isinstance(scaler, str) else type(scaler).__name__
 
 
-class LossScaling:
+class UserLossScale:
     """The loss scale of one model's gradients.
 
     Args:
         scaler: The scaler; "auto": the GradScaler in use, if there is one; None: losses are not scaled.
-        forget: Called if a scaler is found after exchanges without one: the units of their residuals are unknown.
+        reset_residuals: Called if a scaler is found after exchanges without one, whose residuals have unknown units.
 
     Raises:
         ConfigError: ``scaler`` has no ``get_scale()``.
     """
 
-    def __init__(self, scaler: ScalerSetting, forget: Callable[[], None]) -> None:
+    def __init__(self, scaler: ScalerSetting, reset_residuals: Callable[[], None]) -> None:
         if scaler not in ("auto", None) and not callable(getattr(scaler, "get_scale", None)):
             raise ConfigError(
                 f"scaler must be 'auto', None, or a torch.amp.GradScaler (or have its get_scale()): got {scaler!r}"
             )
         self._is_found = isinstance(scaler, str)
         self._scaler: Callable[[], Scaler | None] = (lambda: None) if isinstance(scaler, str) else (lambda: scaler)
-        self._forget, self._num_exchanges = forget, 0
+        self._reset_residuals, self._num_exchanges = reset_residuals, 0
 
     def current_scale(self) -> float | Tensor:
         """The scale of the next exchange; on a GPU a tensor of one element, so that the host does not wait.
@@ -92,7 +92,7 @@ class LossScaling:
             return None
         self._scaler = weakref.ref(found[0])  # weak: this must not keep the script's scaler alive
         if self._num_exchanges > 1:
-            self._forget()
+            self._reset_residuals()
         return cast("Scaler", found[0])
 
 

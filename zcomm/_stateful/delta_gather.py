@@ -6,10 +6,10 @@ The arithmetic is N11 of :mod:`zcomm._formats.reference`. A change is much small
 quantization error.
 
 Invariants:
-    D1  Every rank adds the decoded messages, to its own row as well. So all replicas have the same bits, and each
+    E1  Every rank adds the decoded messages, to its own row as well. So all replicas have the same bits, and each
         sender knows what its receivers hold.
-    D2  So the error of one step is part of the next step's delta, and errors do not accumulate.
-    D3  A value that is not finite becomes NaN on every rank, until :meth:`DeltaGather.refresh`: nothing is hidden.
+    E2  So the error of one step is part of the next step's delta, and errors do not accumulate.
+    E3  A value that is not finite becomes NaN on every rank, until :meth:`DeltaGather.refresh`: nothing is hidden.
 
 Source: weight differences as in "SDP4Bit: Toward 4-bit Communication Quantization in Sharded Data Parallelism for LLM
 Training" (arXiv:2410.15526).
@@ -161,7 +161,7 @@ class DeltaGather:
         try:
             yield from steps
         except BaseException:
-            # Some ranks may have added messages that others did not get: D1 no longer holds.
+            # Some ranks may have added messages that others did not get: E1 no longer holds.
             self.is_valid = False
             raise
 

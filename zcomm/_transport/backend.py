@@ -1,8 +1,9 @@
 """Exchanges over one hop: the only module that calls torch.distributed's collectives, and counts what is sent.
 
-    all_gather, all_to_all, broadcast_ --> gloo     tagged sends and receives (tagged.py)
-                                       --> others   torch.distributed's collectives
-                                       --> NCCL     this library's communicator, if ``Hop.nccl`` is set
+    all_gather, all_to_all, exchange_parts, broadcast_
+        --> gloo     tagged sends and receives (tagged.py)
+        --> others   torch.distributed's collectives
+        --> NCCL     this library's communicator, if ``Hop.nccl`` is set; it has no exchange_parts
 
 Tensors travel as bytes, so every backend takes every dtype. A hop of one rank is a local copy.
 
@@ -15,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from functools import partial
+from functools import lru_cache
 from typing import Any, NamedTuple, Protocol, cast
 from weakref import WeakKeyDictionary
 
@@ -25,12 +26,13 @@ from torch import Tensor
 
 from zcomm._base import env
 from zcomm._base.pending import Pending
-from zcomm._kernels.profiling import named_wait
+from zcomm._kernels.profiling import is_profiling, named_wait
 from zcomm._transport import tagged
 from zcomm._transport.checked import Checks, Ranks, checked
-from zcomm._transport.collective_log import CollectiveCall, CollectiveLog, call_here, failing, tracked
+from zcomm._transport.collective_log import CollectiveCall, CollectiveLog, call_here, failing, raise_converted, tracked
 from zcomm._transport.store_exchange import exchange_texts
 from zcomm._transport.tagged import TaggedExchange, Tags, exchange, tags_of
+from zcomm._transport.tagged_group import Group, TaggedGroup
 from zcomm._transport.traffic import record
 
 # torch 2.13 renamed all_gather_into_tensor to all_gather_single and deprecated the old name.
@@ -49,7 +51,7 @@ class NcclHop(Protocol):
 class Hop:
     """The ranks that one exchange runs over, as seen from this one."""
 
-    group: dist.ProcessGroup | None
+    group: Group | None
     """None: this rank alone."""
     size: int
     rank: int
@@ -137,27 +139,33 @@ def all_gather(output: Tensor, message: Tensor, hop: Hop, sent: MessageInfo) -> 
 
 def _start(output: Tensor, mine: Tensor, hop: Hop, operation: str, sent: MessageInfo) -> Pending | None:
     """Start exchanging ``mine``. Exchanges over the process group are logged; over NCCL the stream logs them."""
-    name = exchange_name_of(hop, sent)
-    start = partial(_gather if operation == "all_gather" else _exchange, name=name)
+    start = _gather if operation == "all_gather" else _exchange
     call = call_here(operation, mine.numel() * mine.element_size(), mine.device.type)
     if hop.paired is not None:
         call = hop.log.number_pair(call)
     if hop.nccl is not None:
-        return named_wait(start(output, mine, hop, tags_of(hop.log.count_nccl(), call)), *name)
+        return _named(start(output, mine, hop, tags_of(hop.log.count_nccl(), call), sent), hop, sent)
     if device_of(hop.backend, mine.device) != mine.device:
-        return _through_copies(output, mine, hop, name, call)
+        return _through_copies(output, mine, hop, sent, call)
     number = hop.log.start(call, sent.format)
-    with failing(operation, hop.group, hop.log.departed):
-        pending = named_wait(start(output, mine, hop, tags_of(number, call)), *name)
+    try:
+        pending = _named(start(output, mine, hop, tags_of(number, call), sent), hop, sent)
+    except BaseException as error:
+        raise_converted(error, operation, hop.group, hop.log.departed)
+        raise
     return tracked(pending, hop.log, number, hop.group)
 
 
-def _gather(output: Tensor, message: Tensor, hop: Hop, tags: Tags, name: ExchangeName) -> Pending:
+def _named(pending: Pending, hop: Hop, sent: MessageInfo) -> Pending:
+    return named_wait(pending, *exchange_name_of(hop, sent)) if is_profiling() else pending
+
+
+def _gather(output: Tensor, message: Tensor, hop: Hop, tags: Tags, sent: MessageInfo) -> Pending:
     pending = _gather_unchecked(output, message, hop, tags.own)
     if not env.is_set("ZCOMM_CHECK"):
         return pending
     rows = output.view(hop.size, -1) if output.is_contiguous() else output
-    return _checked(pending, hop, (name, tags), [message] * hop.size, rows.unbind(0))
+    return _checked(pending, hop, (exchange_name_of(hop, sent), tags), [message] * hop.size, rows.unbind(0))
 
 
 def _checked(
@@ -177,18 +185,28 @@ def _gather_unchecked(output: Tensor, message: Tensor, hop: Hop, tag: int) -> Pe
             return cast(Pending, _all_gather(_bytes(output), _bytes(message), group=hop.group, async_op=True))
         rows = [_bytes(row) for row in output]
         return cast(Pending, dist.all_gather(rows, _bytes(message), group=hop.group, async_op=True))
-    return _send_and_receive(output.view(hop.size, -1).unbind(0), [message.view(-1)] * hop.size, hop, tag)
+    if output.is_contiguous():
+        received: Sequence[Tensor] = _bytes(output).view(hop.size, -1).unbind(0)
+    else:
+        received = [_bytes(row) for row in output]
+    return _send_and_receive(received, [_bytes(message)] * hop.size, hop, tag)
+
+
+@lru_cache
+def _peers(rank: int, size: int) -> tuple[list[int], list[int]]:
+    """The other ranks in the order in which ``rank`` receives from them, and sends to them."""
+    return [(rank - step) % size for step in range(1, size)], [(rank + step) % size for step in range(1, size)]
 
 
 def _send_and_receive(received: Sequence[Tensor], sent: Sequence[Tensor], hop: Hop, tag: int) -> TaggedExchange:
-    """``sent[i]`` goes to rank i of the hop; ``received[i]`` comes from it. This rank's own part is copied."""
+    """Bytes ``sent[i]`` go to rank i of the hop; ``received[i]`` come from it. This rank's own part is copied."""
     assert hop.group is not None, "a rank alone exchanges nothing"
     # Each rank starts with its neighbour, so that no rank is the first target of all others.
-    before = [(hop.rank - step) % hop.size for step in range(1, hop.size)]
-    after = [(hop.rank + step) % hop.size for step in range(1, hop.size)]
-    receives = [(peer, _bytes(received[peer])) for peer in before]
-    own = _bytes(received[hop.rank]), _bytes(sent[hop.rank])
-    return exchange(hop.group, tag, receives, [(peer, _bytes(sent[peer])) for peer in after], own)
+    before, after = _peers(hop.rank, hop.size)
+    receives = [(peer, received[peer]) for peer in before if received[peer].numel()]
+    sends = [(peer, sent[peer]) for peer in after if sent[peer].numel()]
+    own = received[hop.rank], sent[hop.rank]
+    return exchange(hop.group, tag, receives, sends, own, is_local=hop.num_inter_peers == 0)
 
 
 def combined(exchanges: Sequence[Pending | None]) -> Pending | None:
@@ -207,7 +225,7 @@ def all_to_all(output: Tensor, messages: Tensor, hop: Hop, sent: MessageInfo) ->
     return _start(output, messages, hop, "all_to_all", sent)
 
 
-def _exchange(output: Tensor, messages: Tensor, hop: Hop, tags: Tags, name: ExchangeName) -> Pending:
+def _exchange(output: Tensor, messages: Tensor, hop: Hop, tags: Tags, info: MessageInfo) -> Pending:
     if hop.nccl is not None:
         pending = hop.nccl.all_to_all(output, messages)
     elif hop.is_tagged(messages.device.type):
@@ -219,19 +237,63 @@ def _exchange(output: Tensor, messages: Tensor, hop: Hop, tags: Tags, name: Exch
     if not env.is_set("ZCOMM_CHECK"):
         return pending
     sent, received = (_bytes(tensor).view(hop.size, -1).unbind(0) for tensor in (messages, output))
-    return _checked(pending, hop, (name, tags), sent, received)
+    return _checked(pending, hop, (exchange_name_of(hop, info), tags), sent, received)
+
+
+UNEVEN = "all_to_all with split sizes"
+"""The operation of :func:`exchange_parts`."""
+
+
+def exchange_parts(
+    received: Sequence[Tensor], sent: Sequence[Tensor], hop: Hop, info: MessageInfo, nbytes: int
+) -> Pending | None:
+    """Start sending contiguous ``sent[i]`` to rank i; ``received[j]`` comes from rank j. Empty parts are not sent.
+
+    Every pair of ranks has agreed on its sizes, and the caller counts what is sent. ``nbytes``: of the parts of all
+    ranks, since what a rank sends differs, and a tag is made of what is equal on all.
+    """
+    received, sent = [_bytes(part) for part in received], [_bytes(part) for part in sent]
+    if hop.group is None:
+        received[0].copy_(sent[0])
+        return None
+    device = device_of(hop.backend, sent[0].device)
+    if device != sent[0].device:
+        copies = [torch.empty_like(part, device=device) for part in received]
+        pending = exchange_parts(copies, [part.to(device) for part in sent], hop, info, nbytes)
+        assert pending is not None, "a hop of several ranks"
+        pending.wait()
+        for part, copy in zip(received, copies, strict=True):
+            part.copy_(copy)
+        return None
+    call = call_here(UNEVEN, nbytes, device.type)
+    number = hop.log.start(call, info.format)
+    with failing(UNEVEN, hop.group, hop.log.departed):
+        pending = _named(_exchange_parts(received, sent, hop, tags_of(number, call), info), hop, info)
+    return tracked(pending, hop.log, number, hop.group)
+
+
+def _exchange_parts(
+    received: Sequence[Tensor], sent: Sequence[Tensor], hop: Hop, tags: Tags, info: MessageInfo
+) -> Pending:
+    if hop.is_tagged(sent[0].device.type):
+        pending: Pending = _send_and_receive(received, sent, hop, tags.own)
+    else:
+        pending = cast(Pending, dist.all_to_all(list(received), list(sent), group=hop.group, async_op=True))
+    if not env.is_set("ZCOMM_CHECK"):
+        return pending
+    return _checked(pending, hop, (exchange_name_of(hop, info), tags), sent, received)
 
 
 def _through_copies(
-    output: Tensor, source: Tensor, hop: Hop, name: ExchangeName, call: CollectiveCall
+    output: Tensor, source: Tensor, hop: Hop, sent: MessageInfo, call: CollectiveCall
 ) -> Pending | None:
     device = device_of(hop.backend, source.device)
     received = torch.empty(output.shape, dtype=output.dtype, device=device)
     start = _gather if call.operation == "all_gather" else _exchange
     call = call._replace(device_type=device.type)
-    number = hop.log.start(call, name[1])
+    number = hop.log.start(call, sent.format)
     with failing(call.operation, hop.group, hop.log.departed):
-        pending = start(received, source.to(device), hop, tags_of(number, call), name)
+        pending = start(received, source.to(device), hop, tags_of(number, call), sent)
     with hop.log.waiting(number, hop.group):
         pending.wait()
         output.copy_(received)
@@ -243,11 +305,15 @@ def start_for_others(number: int, call: CollectiveCall, hop: Hop) -> Pending:
 
     ``hop`` has a paired hop if that of the call had one. The caller updates the log.
     """
+    if call.operation == UNEVEN:
+        # Only the call itself knew its sizes. It starts this right after the ranks have agreed on them (I2 of
+        # uneven_all_to_all.py), so no rank lacks it unless an interrupt came in between: then the timeout ends it.
+        return TaggedExchange([])
     device = torch.device("cuda", torch.cuda.current_device()) if call.device_type == "cuda" else torch.device("cpu")
     mine, tags = torch.zeros(call.nbytes, dtype=torch.uint8, device=device), tags_of(number, call)
     # The ordered checksum thread may itself be blocked behind an exchange that this call completes.
     hop = replace(hop, is_unordered=True)
-    name = (call.operation, "none", "/".join(link for link, count in _links(hop) if count))
+    info = MessageInfo(call.operation, "none", call.nbytes)
     if call.operation == "broadcast":
         return _broadcast(mine, call.src, hop, tags, relays=False)
     if call.operation in tagged.FIRST_RANK_EXCHANGES:
@@ -255,8 +321,8 @@ def start_for_others(number: int, call: CollectiveCall, hop: Hop) -> Pending:
         assert hop.group is not None, "a rank alone exchanges nothing"
         return tagged.FIRST_RANK_EXCHANGES[call.operation](mine, rows, hop.group, tags.own)
     if call.operation == "all_to_all":
-        return _exchange(torch.empty_like(mine), mine, hop, tags, name)
-    return _gather(mine.new_empty((hop.size, call.nbytes)), mine, hop, tags, name)
+        return _exchange(torch.empty_like(mine), mine, hop, tags, info)
+    return _gather(mine.new_empty((hop.size, call.nbytes)), mine, hop, tags, info)
 
 
 def broadcast_(tensor: Tensor, src: int, hop: Hop) -> None:
@@ -280,6 +346,7 @@ def _broadcast(values: Tensor, src: int, hop: Hop, tags: Tags, *, relays: bool =
         place = hop.group, hop.size, hop.rank
         pending: Pending = tagged.broadcast(values, src, place, tags.own, relays=relays)
     else:
+        assert not isinstance(hop.group, TaggedGroup), "its exchanges are tagged"
         pending = cast(Pending, dist.broadcast(values, group=hop.group, group_src=src, async_op=True))
     if not env.is_set("ZCOMM_CHECK"):
         return pending
@@ -316,7 +383,8 @@ _LOGS: WeakKeyDictionary[dist.ProcessGroup, CollectiveLog] = WeakKeyDictionary()
 
 def log_of(group: dist.ProcessGroup) -> CollectiveLog:
     """The log of a caller's process group: always the same object, so that exchanges are numbered in one sequence."""
-    return _LOGS.setdefault(group, CollectiveLog())
+    log = _LOGS.get(group)
+    return _LOGS.setdefault(group, CollectiveLog()) if log is None else log
 
 
 def gather_ints(value: int, group: dist.ProcessGroup | None) -> list[int]:
@@ -347,9 +415,9 @@ def backend_of(group: dist.ProcessGroup | None) -> str:
     return str(dist.get_backend_config(group))
 
 
-def timeout_of(group: dist.ProcessGroup | None) -> timedelta | None:
+def timeout_of(group: Group | None) -> timedelta | None:
     """The timeout of ``group``. A new group does not inherit it: torch.distributed's default is half an hour."""
-    process_group: Any = dist.group.WORLD if group is None else group
+    process_group: Any = dist.group.WORLD if group is None else group.group if isinstance(group, TaggedGroup) else group
     for device in process_group._device_types:
         timeout = getattr(getattr(process_group._get_backend(device), "options", None), "_timeout", None)
         if isinstance(timeout, timedelta):

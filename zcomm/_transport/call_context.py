@@ -1,90 +1,17 @@
-"""Which public call and which user line a thread is in: exchanges are matched by it, and errors name it.
+"""Which public call a thread is in: exchanges are matched by it, and errors name it.
 
     with public_call("state_dict"):       only the outermost call counts: what it calls belongs to it
 
 A collective driven by a queue's thread keeps the context of the thread that called it (:func:`use_context`).
-
-Stacks of other threads are returned as plain values: no frame object of a running thread is kept.
-
-CPython 3.11 creates frame objects lazily. A garbage collection at that moment may release the GIL; the observed thread
-runs on, and the new frame object refers to memory that other frames reuse: a crash. So garbage collection is disabled
-while stacks are read.
-
-Invariant: only one thread at a time disables and enables garbage collection. Otherwise the first to finish would
-enable it while another still reads, and a child forked in between would never collect.
 """
 
 from __future__ import annotations
 
-import gc
-import os
-import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ContextDecorator, contextmanager
-from itertools import count, takewhile
-from pathlib import Path
-from types import FrameType
+from itertools import count
 from typing import NamedTuple
-
-import torch
-
-COLLECTS_WITHIN_FRAMES = sys.version_info[:2] == (3, 11)
-_READING = threading.RLock()  # a signal handler may read stacks, too
-os.register_at_fork(before=_READING.acquire, after_in_parent=_READING.release, after_in_child=_READING.release)
-
-
-class StackFrame(NamedTuple):
-    file: str
-    function: str
-    line: int
-    instruction: int
-    frame: int
-    """id() of the frame object; unique while the frame lives."""
-
-
-def stack(depth: int = 0) -> Iterator[StackFrame]:
-    """This thread's frames, innermost first, from the caller on, or from ``depth`` frames further out."""
-    return _frames_of(sys._getframe(depth + 1))
-
-
-def stacks_of(threads: Iterable[int]) -> dict[int, list[StackFrame]]:
-    """The stacks of ``threads`` except this one, innermost frame first. Threads that run no Python are left out."""
-    wanted = set(threads) - {threading.get_ident()}
-    with _no_collection():
-        frames = sys._current_frames()
-        found = {thread: list(_frames_of(frames[thread])) for thread in wanted if thread in frames}
-        # The dict holds this frame: a reference cycle that would keep other threads' tensors alive until a collection.
-        frames.clear()
-    return found
-
-
-def _frames_of(frame: FrameType | None) -> Iterator[StackFrame]:
-    while frame is not None:
-        code = frame.f_code
-        yield StackFrame(code.co_filename, code.co_name, frame.f_lineno or 0, frame.f_lasti, id(frame))
-        frame = frame.f_back
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    if not COLLECTS_WITHIN_FRAMES:
-        yield
-        return
-    with _READING:
-        was_enabled = gc.isenabled()
-        gc.disable()
-        try:
-            yield
-        finally:
-            if was_enabled:
-                gc.enable()
-
-
-LIBRARY_DIRS = tuple(str(Path(__file__).parents[2] / name) + "/" for name in ("zcomm", "zero"))
-TORCH = str(Path(torch.__file__).parent) + "/"
-PYTHON = str(Path(threading.__file__).parent) + "/"
-DISTRIBUTED = TORCH + "distributed/"
 
 
 class Context(NamedTuple):
@@ -98,51 +25,61 @@ class Context(NamedTuple):
     within: str = ""
     """A public call that errors name although exchanges are not matched by it."""
     overlaps: bool = False
-    """Whether the exchange overlaps the caller's computation: the call was made with ``async_op=True``."""
+    """Whether the exchange overlaps the caller's computation: made with ``async_op=True``, not in waiting_next()."""
+    waits_next: bool = False
 
 
-class _Here(threading.local):
+class _ThreadContext(threading.local):
     context = Context()
 
 
-_HERE = _Here()
-UNKNOWN = "an unknown line"
-_GENERATIONS = count(1)
-_GENERATION = [0]
-"""Changes whenever an outermost public call starts or ends, which invalidates earlier notes."""
-_NOTES: dict[int, tuple[int, Callable[[], str]]] = {}
-"""By thread: the generation of the note, and what the thread is about to do."""
+_THREAD = _ThreadContext()
+_BOUNDARIES = count(1)
+_LAST_BOUNDARY = [0]
+"""The number of starts and ends of outermost public calls so far; each invalidates what was noted before."""
+_ACTIVITIES: dict[int, tuple[int, Callable[[], str]]] = {}
+"""By thread: the boundary after which it was noted, and what the thread is about to do."""
 
 
 def current_context() -> Context:
-    return _HERE.context
+    return _THREAD.context
 
 
 @contextmanager
 def use_context(context: Context) -> Iterator[None]:
     """Exchanges inside belong to ``context``, usually that of another thread."""
-    before, _HERE.context = _HERE.context, context
+    before, _THREAD.context = _THREAD.context, context
     try:
         yield
     finally:
-        _HERE.context = before
+        _THREAD.context = before
 
 
 @contextmanager
 def in_bucket(name: str) -> Iterator[None]:
     """Collectives called inside are for bucket ``name`` on every rank. They never match those of another bucket."""
-    before = _HERE.context
-    _HERE.context = before._replace(bucket=name)
+    before = _THREAD.context
+    _THREAD.context = before._replace(bucket=name)
     try:
         yield
     finally:
-        _HERE.context = before
+        _THREAD.context = before
+
+
+@contextmanager
+def waiting_next() -> Iterator[None]:
+    """Exchanges inside are waited for before the caller computes again, also those with ``async_op=True``.
+
+    So its own thread sends: a background thread would only start later and compete with it for a core.
+    """
+    with use_context(_THREAD.context._replace(waits_next=True)):
+        yield
 
 
 @contextmanager
 def outside_public_call() -> Iterator[None]:
     """Exchanges inside belong to forward and backward, whatever public call this thread is in."""
-    context = _HERE.context
+    context = _THREAD.context
     with use_context(Context(bucket=context.bucket, within=context.call or context.within)):
         yield
 
@@ -158,73 +95,24 @@ class public_call(ContextDecorator):  # noqa: N801  (a context manager)
         self._name = name
 
     def __enter__(self) -> None:
-        context = _HERE.context
+        context = _THREAD.context
         if context.depth == 0:
-            _GENERATION[0] = next(_GENERATIONS)
-        _HERE.context = context._replace(call=context.call or self._name, depth=context.depth + 1)
+            _LAST_BOUNDARY[0] = next(_BOUNDARIES)
+        _THREAD.context = context._replace(call=context.call or self._name, depth=context.depth + 1)
 
     def __exit__(self, *_: object) -> None:
-        context = _HERE.context
+        context = _THREAD.context
         if context.depth == 1:
-            _GENERATION[0] = next(_GENERATIONS)
-        _HERE.context = context._replace(call=context.call if context.depth > 1 else "", depth=context.depth - 1)
+            _LAST_BOUNDARY[0] = next(_BOUNDARIES)
+        _THREAD.context = context._replace(call=context.call if context.depth > 1 else "", depth=context.depth - 1)
 
 
-def note(doing: Callable[[], str]) -> None:
+def note_activity(doing: Callable[[], str]) -> None:
     """Note what this thread is about to do. ``doing`` is evaluated only if a deadlock is found."""
-    _NOTES[threading.get_ident()] = _GENERATION[0], doing
+    _ACTIVITIES[threading.get_ident()] = _LAST_BOUNDARY[0], doing
 
 
-def noted(thread: int) -> str:
+def noted_activity(thread: int) -> str:
     """The valid note of ``thread``; empty if there is none."""
-    generation, doing = _NOTES.get(thread, (-1, str))
-    return doing() if generation == _GENERATION[0] else ""
-
-
-def line_of(stack: Iterable[StackFrame]) -> str:
-    """``file:line`` of the innermost frame of ``stack`` outside of this library, torch and the standard library."""
-    for place in stack:
-        name = place.file
-        is_internal = name.startswith((*LIBRARY_DIRS, TORCH, "<"))
-        if not is_internal and (not name.startswith(PYTHON) or "site-packages" in name):
-            return f"{name}:{place.line}"
-    return ""
-
-
-def describe(thread: int, doing: str) -> str:
-    """``doing`` and the user's line. A thread of autograd gets the line of the main thread, which called backward."""
-    if thread == threading.get_ident():
-        return f"{doing} at {line_of(stack(1)) or UNKNOWN}"
-    return f"{doing} at {line_of(_users_stack(thread)) or UNKNOWN}"
-
-
-def is_in_backward(thread: int) -> bool:
-    """Whether ``thread`` is in a backward; for a thread of autograd, whether the main thread is."""
-    return any(place.function == "_engine_run_backward" for place in _users_stack(thread))
-
-
-def _users_stack(thread: int) -> list[StackFrame]:
-    """The stack of ``thread``, or of the main thread if it contains no line of the user's."""
-    main = threading.main_thread().ident or 0
-    stacks = stacks_of((thread, main))
-    own = stacks.get(thread, [])
-    return own if line_of(own) else stacks.get(main, [])
-
-
-def is_blocked_in(stack: Sequence[StackFrame]) -> str:
-    """The call of torch.distributed, or the store exchange, that ``stack`` is blocked in; empty: none.
-
-    Only the innermost Python frame decides: a thread that waits in C++ has the caller of that C++ as innermost frame.
-    """
-    name = stack[0].file
-    if not name.startswith(DISTRIBUTED) and not name.startswith(tuple(LIBRARY_DIRS[0] + part for part in _WAITING)):
-        return ""
-    found = ""
-    for place in takewhile(lambda one: one.file.startswith((TORCH, *LIBRARY_DIRS)), stack):
-        if place.file.startswith(DISTRIBUTED) and place.function != "wrapper":
-            found = place.function
-    what = f"torch.distributed.{found}" if found else "a store exchange"
-    return f"waits in {what} at {line_of(stack) or UNKNOWN}"
-
-
-_WAITING = tuple(f"_transport/{name}.py" for name in ("tagged", "backend", "store_exchange"))
+    boundary, doing = _ACTIVITIES.get(thread, (-1, str))
+    return doing() if boundary == _LAST_BOUNDARY[0] else ""

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from zcomm._base.pending import Pending
 from zcomm._transport.tagged import Tags
+from zcomm._transport.tagged_group import Group, ranks_of
 from zcomm._transport.traffic import record
 from zcomm.errors import DamagedError
 
@@ -43,7 +44,7 @@ RANK_BITS = 24
 class Ranks:
     """The ranks of an exchange, as seen from this one."""
 
-    group: dist.ProcessGroup
+    group: Group
     rank: int
     takes_host_tensors: bool
     links: tuple[tuple[str, int], ...]
@@ -53,7 +54,7 @@ class Ranks:
 
     @property
     def global_ranks(self) -> list[int]:
-        return list(dist.get_process_group_ranks(self.group))
+        return ranks_of(self.group)
 
 
 @dataclass(frozen=True)
@@ -101,10 +102,10 @@ def _crc32(part: Tensor) -> int:
 
 
 Queue = SimpleQueue["_CheckedExchange | None"]
-_QUEUES: weakref.WeakKeyDictionary[dist.ProcessGroup, Queue] = weakref.WeakKeyDictionary()
+_QUEUES: weakref.WeakKeyDictionary[Group, Queue] = weakref.WeakKeyDictionary()
 
 
-def _queue_of(group: dist.ProcessGroup) -> Queue:
+def _queue_of(group: Group) -> Queue:
     queue = _QUEUES.get(group)
     if queue is None:
         queue = _QUEUES[group] = SimpleQueue()
@@ -188,13 +189,13 @@ def _swap(ranks: Ranks, values: list[int], tag: int) -> list[int]:
         device = torch.device("cuda", torch.cuda.current_device())
         mine = mine.to(device)
         theirs = torch.empty_like(mine)
+        assert isinstance(ranks.group, dist.ProcessGroup), "a TaggedGroup is gloo's, which takes host tensors"
         dist.all_to_all_single(theirs, mine, group=ranks.group)
         return cast("list[int]", theirs.tolist())
     theirs = mine.clone()
     peers = [peer for peer in range(len(values)) if peer != ranks.rank]
-    receives = [dist.irecv(theirs[peer : peer + 1], group=ranks.group, tag=tag, group_src=peer) for peer in peers]
-    sends = [dist.isend(mine[peer : peer + 1], group=ranks.group, tag=tag, group_dst=peer) for peer in peers]
+    receives = [ranks.group.recv([theirs[peer : peer + 1]], peer, tag) for peer in peers]
+    sends = [ranks.group.send([mine[peer : peer + 1]], peer, tag) for peer in peers]
     for work in (*receives, *sends):
-        assert work is not None, "this rank is in the group"
         work.wait()
     return cast("list[int]", theirs.tolist())

@@ -21,9 +21,10 @@ import torch.distributed as dist
 
 from zcomm._base.pending import Pending, ends_within
 from zcomm._transport.call_context import current_context
+from zcomm._transport.tagged_group import Group, ranks_of
 from zcomm.errors import CommunicationError, DivergedError
 
-Members = dist.ProcessGroup | Sequence[int] | None
+Members = Group | Sequence[int] | None
 """A process group, or global ranks; None: all ranks of torch.distributed."""
 REMEDY = (
     "A rank has ended or makes another call: see the first error in the other ranks' logs; ZCOMM_DEBUG=1 names the "
@@ -46,7 +47,7 @@ def as_communication_error(error: BaseException, exchange: str, members: Members
 
 def _place(members: Members) -> str:
     with suppress(Exception):  # the process group may be gone
-        ranks = list(members) if isinstance(members, Sequence) else dist.get_process_group_ranks(members)
+        ranks = list(members) if isinstance(members, Sequence) else ranks_of(members)
         named = ", ".join(map(str, ranks[:MAX_NAMED]))
         more = f", ... ({len(ranks)} ranks)" if len(ranks) > MAX_NAMED else ""
         return f" on rank {dist.get_rank()} of ranks {named}{more}"
@@ -219,10 +220,10 @@ class _Waiting:
             self._log.missing_started.wait()
             raise DivergedError(self._log.reason) from error
         if error is not None:
-            _raise(error, self._log.name(self._number), self._members, self._log.departed)
+            raise_converted(error, self._log.name(self._number), self._members, self._log.departed)
 
 
-def _raise(error: BaseException, exchange: str, members: Members, departed: Callable[[], str] = str) -> None:
+def raise_converted(error: BaseException, exchange: str, members: Members, departed: Callable[[], str] = str) -> None:
     """Raise the converted error if torch has raised ``error`` for the exchange, else return."""
     converted = as_communication_error(error, exchange, members)
     if converted is not error:
@@ -238,7 +239,7 @@ def failing(exchange: str, members: Members, departed: Callable[[], str] = str) 
     try:
         yield
     except BaseException as error:
-        _raise(error, exchange, members, departed)
+        raise_converted(error, exchange, members, departed)
         raise
 
 

@@ -40,14 +40,15 @@ import torch.distributed as dist
 
 from zcomm._base import env
 from zcomm._base.pending import Pending
-from zcomm._transport import backend, call_context
+from zcomm._transport import backend, call_context, stacks
 from zcomm._transport.backend import ALONE, Hop
-from zcomm._transport.call_context import StackFrame, stacks_of
 from zcomm._transport.collective_log import CollectiveCall, CollectiveLog
 from zcomm._transport.deadlock_analysis import MissingCalls, RankProgress, missing_calls_of, ranks_behind, will_end
 from zcomm._transport.nccl_communicators import IN_ROUTE, Communicators
+from zcomm._transport.stacks import StackFrame
 from zcomm._transport.store_exchange import prefix_of_start
 from zcomm._transport.tagged import tag_of
+from zcomm._transport.tagged_group import Group, ranks_of
 from zcomm._transport.work import WorkQueue
 from zcomm.errors import DivergedError
 
@@ -133,7 +134,7 @@ def hops_of(topology: Watchable) -> Iterator[Watched]:
     for kind, hop, paired in pairs:
         if hop.group is not None and id(hop.log) not in seen:
             seen.add(id(hop.log))
-            ranks = dist.get_process_group_ranks(hop.group)
+            ranks = ranks_of(hop.group)
             yield Watched(f"{name_of(t)}.{kind}", hop.log, ranks, hop.is_tagged("cpu"), hop, paired)
 
 
@@ -156,7 +157,7 @@ ANSWER_S = 3.0  # the store's time to answer once an exchange has failed
 class DeadlockWatch:
     """Watches the exchanges of rank ``rank`` over all topologies of ``global_ranks``."""
 
-    def __init__(self, global_ranks: tuple[int, ...], rank: int, group: dist.ProcessGroup) -> None:
+    def __init__(self, global_ranks: tuple[int, ...], rank: int, group: Group) -> None:
         self._rank, self._world_size = rank, len(global_ranks)
         self._number = {of_job: index for index, of_job in enumerate(global_ranks)}
         self._has_all_ranks = len(global_ranks) == dist.get_world_size()
@@ -164,7 +165,7 @@ class DeadlockWatch:
         self._lock = threading.Lock()
         self._end = threading.Event()
         self.compose: Callable[[Sequence[str]], str] = _compose
-        """Makes the error text from what each rank does, if all have noted it (:func:`call_context.note`)."""
+        """Makes the error text from what each rank does, if all have noted it (:func:`call_context.note_activity`)."""
         self.period_s = PERIOD_S
         """Seconds between two samples; up to four times as many while nothing changes for long."""
         store: Any = dist.distributed_c10d._get_default_store()
@@ -203,7 +204,7 @@ class DeadlockWatch:
 
     def remove(self, topology: Watchable) -> None:
         """Stop watching ``topology``, which is being closed, and publish that. The last one ends the thread."""
-        self._leave(topology, call_context.describe(threading.get_ident(), "has closed its Topology"))
+        self._leave(topology, stacks.describe(threading.get_ident(), "has closed its Topology"))
         with self._lock:
             self._topologies = tuple(one for one in self._alive() if one() is not topology)
             if not self._topologies:
@@ -226,7 +227,7 @@ class DeadlockWatch:
         with suppress(Exception):
             context = call_context.current_context()
             doing = context.call or context.within or "is in forward or backward"
-            mine = call_context.describe(threading.get_ident(), doing)
+            mine = stacks.describe(threading.get_ident(), doing)
             return f"{DEADLOCK}{'; '.join([*left, f'rank {self._rank}: {mine}'])}" if left else ""
         return ""
 
@@ -305,9 +306,9 @@ class DeadlockWatch:
 
     def _blocked(self, threads: set[int], waiting: set[int]) -> str | None:
         """What the main thread is blocked in outside of exchanges; None while one of ``threads`` may make progress."""
-        stacks, main, found = stacks_of(threads), threading.main_thread(), ""
+        stack_of, main, found = stacks.stacks_of(threads), threading.main_thread(), ""
         for thread in threads:
-            stack = stacks.get(thread)
+            stack = stack_of.get(thread)
             if thread == main.ident and not main.is_alive():
                 found = "has left: its program has ended"
             elif stack is not None:  # a thread without a Python stack is idle in C++
@@ -327,7 +328,7 @@ class DeadlockWatch:
             return IDLE if waiting - ours else ""
         if waiting and name in (threading.__file__, sys.modules["queue"].__file__):
             return "waits for another thread"
-        return call_context.is_blocked_in(stack) if self._has_all_ranks else ""
+        return stacks.is_blocked_in(stack) if self._has_all_ranks else ""
 
     def _is_stuck(self, thread: int, stack: list[StackFrame]) -> bool:
         """Whether the stack of ``thread`` has not changed for ZCOMM_DIVERGED_AFTER_S seconds."""
@@ -343,15 +344,15 @@ class DeadlockWatch:
         doing, progresses = report
         if isinstance(doing, str):
             return [False, doing, progresses]
-        noted = call_context.noted(doing)
-        text = call_context.describe(doing, self._call_of(doing))
+        noted = call_context.noted_activity(doing)
+        text = stacks.describe(doing, self._call_of(doing))
         return [bool(noted), f"{noted} ({text})" if noted else text, progresses]
 
     def _call_of(self, thread: int) -> str:
         for log in [w.log for one in self._topologies if (t := one()) is not None for _, w in watched_of(t)]:
             number = log.snapshot()[1].get(thread)
             if number is not None:
-                return log.call_name(number, "backward: " if call_context.is_in_backward(thread) else "")
+                return log.call_name(number, "backward: " if stacks.is_in_backward(thread) else "")
         return "a collective"
 
     def _decide(self) -> None:

@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import threading
 
-import torch.distributed as dist
-
 from zcomm._base import env
 from zcomm._formats.formats import Format
-from zcomm._transport import backend, call_context
+from zcomm._transport import backend, stacks
 from zcomm._transport.backend import Hop
+from zcomm._transport.call_context import current_context
 from zcomm._transport.store_exchange import exchange_texts
+from zcomm._transport.tagged_group import ranks_of
 from zcomm.errors import LayoutError
 
 
@@ -36,9 +36,11 @@ def compare_calls(operation: str, hops: tuple[tuple[Hop, Format], ...], all_rank
     group = all_ranks.group
     formats = " -> ".join(str(wire) for _, wire in hops)
     named = {**facts, "format": formats, "hops": len(hops), "group": repr(group.group_name)}
+    if bucket := current_context().bucket:
+        named["bucket"] = bucket
     call = f"{operation}(" + ", ".join(f"{key}={value}" for key, value in named.items()) + ")"
-    ranks = dist.get_process_group_ranks(group)
-    own_call = call_context.describe(threading.get_ident(), call)
+    ranks = ranks_of(group)
+    own_call = stacks.describe(threading.get_ident(), call)
     texts = exchange_texts(ranks, own_call, lane=_lane(group.group_name), timeout=backend.timeout_of(group))
     if len({text.rpartition(" at ")[0] for text in texts}) > 1:
         lines = [f"  rank {rank}: {text}" for rank, text in zip(ranks, texts, strict=True)]

@@ -4,9 +4,9 @@
     host    torch computes on CPU tensors immediately, so the host must wait before it reads a result
 
 Invariants:
-    D1  On the host, tensors of queued work are kept alive until it completes: another thread still writes to them. On
+    H1  On the host, tensors of queued work are kept alive until it completes: another thread still writes to them. On
         CUDA the caching allocator does that (record_stream).
-    D2  The host waits for the oldest work of a stream first and logs for which, so that the deadlock watch sees it.
+    H2  The host waits for the oldest work of a stream first and logs for which, so that the deadlock watch sees it.
         The work completes once all ranks have queued theirs of that number.
 """
 

@@ -1,4 +1,4 @@
-"""Creating, naming and destroying the process groups of a topology, including their threads.
+"""Creating, sharing, naming and destroying the process groups of a topology, including their threads.
 
 Background is a thread for work that overlaps training, with a gloo group of its own. Every rank submits the same
 functions in the same order, so their collectives match. The group is not shared with the main thread: two threads that
@@ -9,13 +9,75 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, TypeVar, cast
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
 from zcomm._transport.backend import Hop, backend_of, gather_ints, timeout_of
 from zcomm._transport.collective_log import failing
 from zcomm.errors import StateError
+
+
+@dataclass
+class SharedGroup:
+    """A gloo process group that hops of several topologies of the same ranks use, apart by their tags."""
+
+    group: dist.ProcessGroup
+    number: int
+    """Tells it from the other groups of the same ranks and purpose; the same on all its ranks, at least 1."""
+    num_channels: int = 0
+    """Topologies that have used it so far."""
+    num_users: int = 0
+    """Topologies that use it now."""
+
+
+_SHARED: WeakKeyDictionary[dist.ProcessGroup, dict[int, SharedGroup]] = WeakKeyDictionary()
+"""By the group of the ranks, and by purpose: what two topologies have to do at the same time needs two connections."""
+MAX_CHANNELS = 2**32
+
+
+def share_group(parent: dist.ProcessGroup | None, purpose: int, *, is_local: bool) -> tuple[SharedGroup, int]:
+    """The gloo group of all ranks of ``parent`` for ``purpose``, and the number of the caller's channel. Collective.
+
+    The group is made at the first use, and again after the last user has released it. A rank may have closed its last
+    topology before the others, so all ranks compare which group they have.
+    """
+    of_parent = _SHARED.setdefault(_given(parent), {})
+    known = of_parent.get(purpose)
+    if known is not None and known.group not in dist.distributed_c10d._world.pg_map:  # destroyed with the default one
+        known = None
+    words = gather_ints(0 if known is None else known.number * MAX_CHANNELS + known.num_channels, parent)
+    numbers, channels = zip(*(divmod(word, MAX_CHANNELS) for word in words), strict=True)
+    if known is None or set(numbers) != {known.number}:
+        if is_local:
+            level_group_names(parent)
+        ranks = dist.get_process_group_ranks(_given(parent))
+        group = new_group(ranks, parent, is_local=is_local, backend="gloo")
+        assert group is not None, "a rank outside of its own group"
+        wait_until_made(parent)
+        known, channels = SharedGroup(group, max(numbers) + 1), (0,)
+        of_parent[purpose] = known
+    known.num_channels = max(channels) + 1
+    known.num_users += 1
+    return known, known.num_channels
+
+
+def release_group(shared: SharedGroup, *, is_local: bool) -> None:
+    """End a use of ``shared``; the last one destroys the group."""
+    shared.num_users -= 1
+    if not shared.num_users:
+        for of_parent in _SHARED.values():
+            for purpose in [purpose for purpose, one in of_parent.items() if one is shared]:
+                del of_parent[purpose]
+        destroy_group(shared.group, is_local=is_local)
+
+
+def _given(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    given = dist.group.WORLD if group is None else group
+    assert given is not None, "torch.distributed is initialized"
+    return given
 
 
 def new_group(
@@ -27,7 +89,7 @@ def new_group(
     all ranks of the job; torch.distributed then names the group by its ranks and the number of groups of the caller.
     ``backend`` None is the parent's.
     """
-    chosen = backend or _shortest(backend_of(parent))
+    chosen = backend or shortest(backend_of(parent))
     with failing("making a process group", ranks):
         group = dist.new_group(ranks, timeout=timeout_of(parent), backend=chosen, use_local_synchronization=is_local)
     return cast(dist.ProcessGroup, group) if dist.get_rank() in ranks else None
@@ -41,7 +103,7 @@ def wait_until_made(parent: dist.ProcessGroup | None) -> None:
     gather_ints(0, parent)
 
 
-def _shortest(backend: str) -> str:
+def shortest(backend: str) -> str:
     """``gloo`` for ``cpu:gloo,cuda:gloo``: torch forgets the default backend of the long form once a plugin exists."""
     names = {part.rpartition(":")[2] for part in backend.split(",")}
     return names.pop() if len(names) == 1 else backend

@@ -36,6 +36,7 @@ from zcomm._transport.collective_log import CollectiveCall, CollectiveLog, call_
 from zcomm._transport.device_streams import DeviceStreams, QueuedOnStream, device_streams, on_device
 from zcomm._transport.nccl_library import is_emulated, nccl_library
 from zcomm._transport.store_exchange import prefix_of_start
+from zcomm._transport.tagged_group import Group, ranks_of
 from zcomm.errors import BackendUnavailableError, CommunicationError, StateError
 
 PREFIX = "zcomm-nccl"
@@ -86,7 +87,7 @@ class Communicators(dict[Key, Communicator]):
         """The logs of the route of ``hops``."""
         names = _names_of(hops)
         if names not in self.queued:
-            of_hops = [() if hop.group is None else tuple(dist.get_process_group_ranks(hop.group)) for hop in hops]
+            of_hops = [() if hop.group is None else tuple(ranks_of(hop.group)) for hop in hops]
             several = [ranks for ranks in of_hops if ranks]
             route_ranks = several[0] if len(several) == 1 else self._ranks
             self.queued[names] = tuple(
@@ -133,7 +134,7 @@ def _log_of(hops: Sequence[Hop]) -> CollectiveLog:
     return log
 
 
-class Creation(NamedTuple):
+class CommunicatorCreation(NamedTuple):
     """The creation of a communicator, logged under the same number on all its ranks."""
 
     queued: QueuedOnStream
@@ -154,7 +155,7 @@ class Creation(NamedTuple):
         return bytes(store.get(key))
 
 
-_OF_GROUPS: WeakKeyDictionary[dist.ProcessGroup, Communicators] = WeakKeyDictionary()
+_OF_GROUPS: WeakKeyDictionary[Group, Communicators] = WeakKeyDictionary()
 """Communicators of calls over a caller's process group."""
 _ALONE = Communicators()
 """Communicators of a single process without torch.distributed."""
@@ -200,12 +201,12 @@ def _names_of(hops: Sequence[Hop]) -> Names:
     return tuple(ALONE if hop.group is None else hop.group.group_name for hop in hops)
 
 
-def start_creation(hops: Sequence[Hop], device: torch.device) -> Creation:
+def start_creation(hops: Sequence[Hop], device: torch.device) -> CommunicatorCreation:
     """Log the creation of a communicator over ``hops``. All its ranks call it; it waits for none of them."""
     queued, *_ = _owner_of(hops).queued_over(hops)
     number = queued.log.start(call_here(CREATION, 0, device.type))
     route = "-".join("alone" if hop.group is None else str(hop.size) for hop in hops)  # a group may be in several
-    return Creation(queued, number, f"{route}/{number}")
+    return CommunicatorCreation(queued, number, f"{route}/{number}")
 
 
 def _make(hops: Sequence[Hop], device: torch.device) -> Communicator:
@@ -224,15 +225,15 @@ def _make(hops: Sequence[Hop], device: torch.device) -> Communicator:
     return Communicator(native, device_streams(native, _owner_of(hops).queued_over(hops)))
 
 
-def _store(hop: Hop, round_: str, creation: Creation) -> Any:
+def _store(hop: Hop, round_: str, creation: CommunicatorCreation) -> Any:
     assert hop.group is not None, "a rank alone exchanges nothing"
-    store, ranks = hop.group.get_group_store(), dist.get_process_group_ranks(hop.group)
+    store, ranks = hop.group.get_group_store(), ranks_of(hop.group)
     prefix = f"{PREFIX}/{round_}/{creation.place}"
     prefix = prefix_of_start(store, prefix, ranks, ranks[hop.rank], backend.timeout_of(hop.group))
     return distributed_c10d.PrefixStore(prefix, store)
 
 
-def agree_on_nccl(*hops: Hop, creation: Creation | None = None) -> None:
+def agree_on_nccl(*hops: Hop, creation: CommunicatorCreation | None = None) -> None:
     """Raise BackendUnavailableError on every rank of ``hops``, one route, unless NCCL is available on all of them.
 
     Each hop forwards what was reported on the hop before. After the last one, every rank knows the reasons of all.
@@ -253,7 +254,7 @@ def agree_on_nccl(*hops: Hop, creation: Creation | None = None) -> None:
         raise BackendUnavailableError("backend='nccl' cannot be used:\n" + "\n".join(lines))
 
 
-def _unique_id(hop: Hop, creation: Creation | None = None) -> bytes:
+def _unique_id(hop: Hop, creation: CommunicatorCreation | None = None) -> bytes:
     if hop.group is None:
         return b""
     creation = start_creation((hop,), torch.device("cpu")) if creation is None else creation

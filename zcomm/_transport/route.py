@@ -11,10 +11,11 @@ from typing import Any, Literal, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from zcomm._base import env
 from zcomm._base.arguments import check_choice, check_flag, check_process_group
-from zcomm._formats.formats import Format, get_format
+from zcomm._formats.formats import Format, codec_for, get_format
 from zcomm._formats.message import MessageLayout, layout_of
 from zcomm._transport.backend import Hop
 from zcomm._transport.backend_choice import (
@@ -34,6 +35,7 @@ from zcomm._transport.work import WorkQueue
 from zcomm.errors import BackendUnavailableError, ConfigError, FormatError, LayoutError, TopologyError
 
 Group = dist.ProcessGroup | Topology | None
+GroupOrMesh = Group | DeviceMesh
 WireFormat = str | Format | tuple[str | Format, str | Format]
 
 
@@ -61,6 +63,11 @@ class Route:
     def compare(self, **facts: object) -> None:
         """With ZCOMM_DEBUG=1, raise on every rank unless all make this call with equal ``facts``."""
         compare_calls(self.operation, self.hops, self.all_ranks, **facts)
+
+    def check_dtype(self, dtype: torch.dtype) -> None:
+        """Raise FormatError unless every hop's format takes values of ``dtype``."""
+        for _, wire in self.hops:
+            codec_for(wire, dtype)
 
     def check_device(self, device: torch.device) -> None:
         """Raise BackendUnavailableError if the backend does not support ``device``."""
@@ -107,25 +114,22 @@ def find_route(
             raise FormatError(f"a pair of formats needs a Topology as group: format={format!r}, group={group!r}")
         (hop,) = _over_backend(carried_by, hop_of_group(group))
         return Route(operation, ((hop, pair[0]),), 1, hop.size, hop.rank, None, hop, 0, carried_by)
-    t = group
+    key = (operation, *pair, first, num_hops, carried_by, env.is_set("ZCOMM_CHECK"))
+    route = group.routes.get(key)
+    if route is None:
+        route = group.routes[key] = _route_of(operation, group, pair, first, num_hops, carried_by)
+    return cast(Route, route)
+
+
+def _route_of(
+    operation: str, t: Topology, pair: tuple[Format, Format], first: str, num_hops: int, carried_by: BackendName
+) -> Route:
     if t.has_two_hops and num_hops == 2:
         both = _over_backend(carried_by, *((t.intra, t.inter) if first == "intra" else (t.inter, t.intra)))
-        both = paired_hops(*both)
-        return Route(
-            operation,
-            tuple(zip(both, pair, strict=True)),
-            t.num_nodes,
-            t.ranks_per_node,
-            t.local_rank,
-            t.queue,
-            t.world,
-            t.node_rank,
-            carried_by,
-            t.kernels,
-        )
-    is_intra = t.num_nodes == 1
-    chosen = pair[0] if is_intra == (first == "intra") else pair[1]
-    hops = ((_over_backend(carried_by, t.world)[0], chosen),)
+        hops = tuple(zip(paired_hops(*both), pair, strict=True))
+    else:
+        chosen = pair[0] if (t.num_nodes == 1) == (first == "intra") else pair[1]
+        hops = ((_over_backend(carried_by, t.world)[0], chosen),)
     place = t.num_nodes, t.ranks_per_node, t.local_rank, t.queue, t.world, t.node_rank
     return Route(operation, hops, *place, carried_by, t.kernels)
 
@@ -200,6 +204,23 @@ def check_group(group: object) -> None:
         check_process_group(group, "a ProcessGroup, a zcomm.Topology, or None for all ranks")
 
 
+def as_group(group: GroupOrMesh) -> Group:
+    """``group``, or the process group of a mesh. Raises TopologyError for a mesh of several dimensions."""
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise TopologyError(
+                f"a mesh as group must have one dimension: ndim={group.ndim}; pass mesh[name] for one hop, or "
+                "zcomm.Topology.from_mesh(mesh), made once, for two"
+            )
+        return group.get_group()
+    return group
+
+
+def as_flat(tensor: Tensor) -> Tensor:
+    """``tensor`` as one dimension, if it is contiguous."""
+    return tensor.view(-1) if tensor.ndim != 1 and tensor.is_contiguous() else tensor
+
+
 def check_topology(topology: object) -> None:
     if not isinstance(topology, Topology):
         raise TopologyError(
@@ -216,6 +237,9 @@ def check_sendable(name: str, tensor: object) -> Tensor:
     """
     if not isinstance(tensor, Tensor):
         raise LayoutError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+    is_plain = type(tensor) is Tensor and tensor.is_cpu and tensor.layout is torch.strided
+    if is_plain and not tensor.requires_grad and tensor.is_floating_point():  # the usual case, without the rest
+        return tensor
     problem = None
     if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:  # a wrapper without memory
         of_dtensor = ": pass tensor.to_local()" if hasattr(tensor, "to_local") else ""
@@ -227,7 +251,7 @@ def check_sendable(name: str, tensor: object) -> Tensor:
     elif tensor.device.type == "meta":
         problem = "on a device with memory, got device=meta"
     elif tensor.requires_grad:
-        problem = "without requires_grad (collectives are not differentiated): pass tensor.detach(), or use no_grad()"
+        problem = "without requires_grad (only zcomm.functional differentiates): pass tensor.detach(), or use no_grad()"
     if problem is not None:
         raise LayoutError(f"{name} must be {problem}")
     return tensor
@@ -236,6 +260,10 @@ def check_sendable(name: str, tensor: object) -> Tensor:
 def check_flat(name: str, tensor: Tensor) -> None:
     """Raise LayoutError unless ``tensor`` is sendable (:func:`check_sendable`), flat and contiguous."""
     check_sendable(name, tensor)
+    _check_contiguous(name, tensor)
+
+
+def _check_contiguous(name: str, tensor: Tensor) -> None:
     if tensor.ndim != 1 or not tensor.is_contiguous():
         raise LayoutError(
             f"{name} must be flat and contiguous, got shape={tuple(tensor.shape)}, stride={tensor.stride()}"
@@ -273,20 +301,20 @@ def check_backend(
 def rows_of(name: str, tensor: Tensor, world_size: int) -> Tensor:
     """``tensor`` as [world_size, n]. It is flat and contiguous, or 2-D with contiguous rows."""
     check_sendable(name, tensor)
-    if tensor.ndim == 2 and tensor.shape[0] == world_size and tensor.layout is torch.strided:
-        check_flat(name, tensor[0])
+    if tensor.ndim == 2 and tensor.shape[0] == world_size:
+        _check_contiguous(name, tensor[0])
         if world_size > 1 and tensor.stride(0) < tensor.shape[1]:
             raise LayoutError(f"rows of {name} must not overlap: shape={tuple(tensor.shape)}, stride={tensor.stride()}")
         return tensor
-    check_flat(name, tensor)
+    _check_contiguous(name, tensor)
     if tensor.numel() % world_size:
         raise LayoutError(f"{name} must divide over the ranks: numel={tensor.numel()}, world_size={world_size}")
     return tensor.view(world_size, -1)
 
 
 def check_shard(shard_name: str, shard: Tensor, rows_name: str, rows: Tensor) -> None:
-    """Raise LayoutError unless ``shard`` is as long as a row of ``rows`` and on the same device."""
-    check_flat(shard_name, shard)
+    """Raise LayoutError unless ``shard``, which is sendable, is flat, as long as a row of ``rows``, and where it is."""
+    _check_contiguous(shard_name, shard)
     if shard.numel() != rows.shape[1]:
         raise LayoutError(
             f"{rows_name} must have world_size times as many elements as {shard_name}: {rows_name} {rows.numel()}, "
@@ -313,6 +341,8 @@ def _begin(tensor: Tensor) -> int:
 
 
 def _end(tensor: Tensor) -> int:
+    if tensor.is_contiguous():
+        return tensor.data_ptr() + tensor.nbytes
     last = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr() + (last + 1) * tensor.element_size()
 

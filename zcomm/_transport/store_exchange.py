@@ -22,9 +22,9 @@ agree on a name:
                                             after it has taken the offer
 
 Invariants:
-    B1  A word or name of a dead rank is never used in this start: each is random, and a rank takes an offer only if it
+    X1  A word or name of a dead rank is never used in this start: each is random, and a rank takes an offer only if it
         has the rank's own word.
-    B2  An offer has exactly one outcome: all ranks that took it continue, or all raise the same error. A rank whose
+    X2  An offer has exactly one outcome: all ranks that took it continue, or all raise the same error. A rank whose
         word is in no offer waits for its own timeout: those that timed out may be dead ranks of an earlier start.
 
 Cost for each rank: some requests to the store, polled every 0.5 to 20 ms; none if the store is new or the default
@@ -127,7 +127,7 @@ class _NamespaceAgreement:
         return self._decide(text) if self._name else text
 
     def _decide(self, outcome: str) -> str:
-        """Write ``outcome`` unless the latest offer has one; returns the one it has (B2: compare_set is atomic)."""
+        """Write ``outcome`` unless the latest offer has one; returns the one it has (X2: compare_set is atomic)."""
         return str(self._store.compare_set(f"outcome/{self._name}", "", outcome).decode())
 
     def _lead(self) -> str:

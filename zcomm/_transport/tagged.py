@@ -21,17 +21,18 @@ from __future__ import annotations
 
 import threading
 import zlib
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
-import torch.distributed as dist
 from torch import Tensor
 
 from zcomm._transport.call_context import current_context
 from zcomm._transport.collective_log import CollectiveCall
+from zcomm._transport.tagged_group import Group
 
 
 class Tags(NamedTuple):
@@ -63,10 +64,24 @@ Parts = Sequence[tuple[int, Tensor]]
 
 
 def exchange(
-    group: dist.ProcessGroup, tag: int, receives: Parts, sends: Parts, own: tuple[Tensor, Tensor] | None = None
+    group: Group,
+    tag: int,
+    receives: Parts,
+    sends: Parts,
+    own: tuple[Tensor, Tensor] | None = None,
+    *,
+    is_local: bool = False,
 ) -> TaggedExchange:
-    """Start receiving and sending contiguous tensors, and copy this rank's ``own`` part (to, from) if they differ."""
-    start = partial(_start, group, tag, receives, sends, own)
+    """Start receiving and sending contiguous tensors, and copy this rank's ``own`` part (to, from) if they differ.
+
+    ``is_local``: all ranks are on this node. Then sends start first: gloo's own thread later writes what a peer is not
+    yet ready to receive, which took about 2 % off a step on 2 ranks. Between nodes receives start first: gloo announces
+    them to the sender in a message, which would queue behind the bytes of the send; over 200 Mbit/s steps took 6 to 8 %
+    longer.
+    """
+    if _DROPPED:
+        _DROP_THREAD.run(_wait_for_dropped)
+    start = partial(_start, group, tag, receives, sends, own, is_local=is_local)
     if not current_context().overlaps or sum(part.nbytes for _, part in sends) < BACKGROUND_NBYTES:
         return TaggedExchange(start(), (receives, sends))
     started = _BackgroundStart(start)
@@ -76,10 +91,11 @@ def exchange(
 
 
 def _start(
-    group: dist.ProcessGroup, tag: int, receives: Parts, sends: Parts, own: tuple[Tensor, Tensor] | None
+    group: Group, tag: int, receives: Parts, sends: Parts, own: tuple[Tensor, Tensor] | None, *, is_local: bool
 ) -> list[Any]:
+    early = [group.send([part], peer, tag) for peer, part in sends] if is_local else []
     works = [group.recv([part], peer, tag) for peer, part in receives]
-    works += [group.send([part], peer, tag) for peer, part in sends]
+    works += early or [group.send([part], peer, tag) for peer, part in sends]
     if own is not None and own[0].data_ptr() != own[1].data_ptr():
         own[0].copy_(own[1])  # while the other parts are in flight
     return works
@@ -133,12 +149,23 @@ class _Thread:
             self._calls.get()()
 
 
-# Two threads: a wait blocks until other ranks have sent, and these may need this rank's next send first.
-_SEND_THREAD, _WAIT_THREAD = _Thread("zcomm-send"), _Thread("zcomm-wait")
+# Threads of their own: a wait blocks until other ranks have sent, and these may need this rank's next send first; and
+# an exchange that was dropped because it failed may never be complete.
+_SEND_THREAD, _WAIT_THREAD, _DROP_THREAD = _Thread("zcomm-send"), _Thread("zcomm-wait"), _Thread("zcomm-drop")
+_DROPPED: deque[tuple[list[Any], Any]] = deque()
+"""Works and tensors of exchanges that were dropped before they were complete: gloo still writes to the tensors."""
+
+
+def _wait_for_dropped() -> None:
+    while _DROPPED:
+        works, _tensors = _DROPPED.popleft()
+        with suppress(Exception):  # the process group may be destroyed
+            while works:
+                works.pop(0).wait()
 
 
 class TaggedExchange:
-    """Several sends and receives as one. It waits for them when collected: gloo still writes to their tensors."""
+    """Several sends and receives as one. Dropped before they are complete, they are kept until then."""
 
     def __init__(self, works: Sequence[Any], tensors: Any = ()) -> None:
         self._works, self._tensors = list(works), tensors
@@ -148,8 +175,10 @@ class TaggedExchange:
         self._completed: threading.Event | None = None
 
     def __del__(self) -> None:
-        with suppress(Exception):  # the process group may be destroyed
-            self.wait()
+        # No wait here: a garbage collection may drop this while the thread holds any lock, and before it has sent what
+        # the other ranks need.
+        if self._works:
+            _DROPPED.append((self._works, self._tensors))
 
     def wait(self) -> None:
         """Block until it is complete. Raises the same error each time."""
@@ -197,7 +226,7 @@ def tree(src: int, rank: int, size: int) -> tuple[int | None, list[int]]:
     return parent, [(src + child) % size for child in children]
 
 
-def broadcast(values: Tensor, src: int, place: tuple[dist.ProcessGroup, int, int], tag: int, *, relays: bool) -> Relay:
+def broadcast(values: Tensor, src: int, place: tuple[Group, int, int], tag: int, *, relays: bool) -> Relay:
     """Start a broadcast of ``values`` from rank ``src`` over ``place``: group, size and this rank.
 
     ``relays=False`` sends what is in ``values`` now, without waiting for the parent: to end a deadlock.
@@ -215,7 +244,7 @@ def broadcast(values: Tensor, src: int, place: tuple[dist.ProcessGroup, int, int
 class Relay:
     """A rank's part of a broadcast: ``wait()`` receives, then sends to the children."""
 
-    def __init__(self, first: TaggedExchange, group: dist.ProcessGroup, tag: int, sends: Parts) -> None:
+    def __init__(self, first: TaggedExchange, group: Group, tag: int, sends: Parts) -> None:
         self._first, self._group, self._tag, self._sends = first, group, tag, sends
 
     def wait(self) -> None:
@@ -243,14 +272,14 @@ def ranks_needed(call: CollectiveCall, rank: int, size: int) -> set[int]:
     return found
 
 
-def _to_first(message: Tensor, rows: Tensor | None, group: dist.ProcessGroup, tag: int) -> TaggedExchange:
+def _to_first(message: Tensor, rows: Tensor | None, group: Group, tag: int) -> TaggedExchange:
     if rows is None:
         return exchange(group, tag, [], [(0, message)])
     rows[0].copy_(message)
     return exchange(group, tag, [(peer, row) for peer, row in enumerate(rows.unbind(0)) if peer], [])
 
 
-def _from_first(mine: Tensor, rows: Tensor | None, group: dist.ProcessGroup, tag: int) -> TaggedExchange:
+def _from_first(mine: Tensor, rows: Tensor | None, group: Group, tag: int) -> TaggedExchange:
     if rows is None:
         return exchange(group, tag, [(0, mine)], [])
     mine.copy_(rows[0])

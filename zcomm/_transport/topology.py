@@ -12,10 +12,11 @@ import itertools
 import os
 import threading
 import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cached_property
-from typing import Literal
-from weakref import WeakValueDictionary
+from functools import cached_property, partial
+from typing import Any, Literal
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -23,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from zcomm._base import env
 from zcomm._base.arguments import as_count, check_process_group
 from zcomm._kernels.message_flags import check_all_flags
-from zcomm._transport import fingerprint, groups
+from zcomm._transport import environment_check, groups
 from zcomm._transport.backend import (
     ALONE,
     Hop,
@@ -44,8 +45,9 @@ from zcomm._transport.backend_choice import (
 )
 from zcomm._transport.collective_log import CollectiveLog
 from zcomm._transport.deadlock_watch import DeadlockWatch, watch_of
-from zcomm._transport.groups import Background
+from zcomm._transport.groups import Background, SharedGroup
 from zcomm._transport.nccl_communicators import Communicators
+from zcomm._transport.tagged_group import Group, TaggedGroup
 from zcomm._transport.work import WorkQueue
 from zcomm.errors import ConfigError, StateError, TopologyError
 
@@ -53,6 +55,10 @@ Numbering = Literal["rank", "local"]
 
 _BY_KEY: WeakValueDictionary[str, Topology] = WeakValueDictionary()
 _NUMBERS = itertools.count()
+HOST = 2
+"""The purpose of a shared group, besides a topology and its companion (0 and 1): host values of a job on NCCL."""
+SHARES_GROUPS = True
+"""False: each hop has a process group of its own also over gloo. For tests and measurements."""
 
 
 class Topology:
@@ -88,7 +94,7 @@ class Topology:
     ) -> None:
         self._place(ranks_per_node, group)
         if self.world_size > 1:
-            fingerprint.compare(group, backend=str(backend), kernels=str(kernels))
+            environment_check.compare(group, backend=str(backend), kernels=str(kernels))
         self._choose(backend, kernels)
         self._connect()
 
@@ -115,17 +121,30 @@ class Topology:
         self.num_nodes = self.world_size // ranks_per_node
         self.node_rank, self.local_rank = divmod(self.rank, ranks_per_node)
 
-    def _connect(self) -> None:
+    def _connect(self, purpose: int = 0) -> None:
         self._register()
         self._groups: list[dist.ProcessGroup] = []
+        self._shared: list[SharedGroup] = []
+        self._purpose = purpose
         self._is_local = self.world_size > 1 and dist.get_world_size() > self.world_size
-        if self._is_local:
-            groups.level_group_names(self._parent)
-        self._make_hops()
         self._watch: DeadlockWatch | None = None
-        if self.world_size > 1:
+        if self.world_size == 1:
+            self._make_hops()
+            return
+        if SHARES_GROUPS and groups.shortest(backend_of(self._parent)) == "gloo":
+            self._make_hops(self._share(purpose))
+        else:
+            if self._is_local:
+                groups.level_group_names(self._parent)
+            self._make_hops()
             groups.wait_until_made(self._parent)
-            self._watch = watch_of(self)
+        self._watch = watch_of(self)
+
+    def _share(self, purpose: int) -> Callable[[Sequence[int], str], TaggedGroup]:
+        """Makes groups of some of these ranks, by name, over the shared group for ``purpose``. Collective."""
+        shared, channel = groups.share_group(self._parent, purpose, is_local=self._is_local)
+        self._shared.append(shared)
+        return lambda ranks, name: TaggedGroup(shared.group, ranks, f"{channel}/{name}")
 
     @property
     def watch(self) -> DeadlockWatch:
@@ -139,6 +158,8 @@ class Topology:
         """Lock for threads that call collectives over this: their order must be the same on every rank."""
         self._communicators = Communicators(self.global_ranks if self.world_size > 1 else ())
         self._free_communicators = weakref.finalize(self, self._communicators.clear)
+        self.routes: dict[tuple[object, ...], object] = {}
+        """Routes of earlier calls, by their arguments (:func:`zcomm._transport.route.find_route`)."""
         self.auto_table: object | None = None
         """The formats of ``format="auto"``, once :mod:`zcomm._collectives.auto_format` has agreed on them."""
         self.uses_world = False
@@ -159,29 +180,48 @@ class Topology:
             raise StateError(f"the Topology {key!r} of a compiled function is gone: keep it as long as the function")
         return topology
 
-    def _make_hops(self) -> None:
+    def _make_hops(self, share: Callable[[Sequence[int], str], TaggedGroup] | None = None) -> None:
         per_node, nodes = self.ranks_per_node, range(self.num_nodes)
         everyone = list(range(self.world_size))
         self._alone = replace(ALONE, communicators=self._communicators)
-        self.world = self._hop([everyone], per_node - 1, self.world_size - per_node)
+        hop = partial(self._hop, share)
+        self.world = hop("world", [everyone], per_node - 1, self.world_size - per_node)
         """All ranks in one hop."""
         if self.num_nodes == 1 or per_node == 1:
             self.intra, self.inter = (self.world, self._alone) if self.num_nodes == 1 else (self._alone, self.world)
             return
-        self.intra = self._hop([everyone[n * per_node : (n + 1) * per_node] for n in nodes], per_node - 1, 0)
+        self.intra = hop("intra", [everyone[n * per_node : (n + 1) * per_node] for n in nodes], per_node - 1, 0)
         """The ranks of this node."""
-        self.inter = self._hop([everyone[local::per_node] for local in range(per_node)], 0, self.num_nodes - 1)
+        self.inter = hop("inter", [everyone[local::per_node] for local in range(per_node)], 0, self.num_nodes - 1)
         """The ranks of equal local rank, one in each node."""
 
-    def _hop(self, parts: list[list[int]], num_intra_peers: int, num_inter_peers: int) -> Hop:
-        """The hop over the part that contains this rank.
+    def _hop(
+        self,
+        share: Callable[[Sequence[int], str], TaggedGroup] | None,
+        kind: str,
+        parts: list[list[int]],
+        num_intra_peers: int,
+        num_inter_peers: int,
+    ) -> Hop:
+        """The hop over the part that contains this rank."""
+        if len(parts[0]) == 1:
+            return self._alone
+        index, ranks = next((index, ranks) for index, ranks in enumerate(parts) if self.rank in ranks)
+        group: Group
+        if share is not None:
+            group, name = share(ranks, f"{kind}{index}"), "gloo"
+        else:
+            group = self._new_group(parts)
+            name = backend_of(group)
+        place = len(ranks), ranks.index(self.rank), num_intra_peers, num_inter_peers
+        return Hop(group, *place, name, communicators=self._communicators)
+
+    def _new_group(self, parts: list[list[int]]) -> dist.ProcessGroup:
+        """A process group of the part that contains this rank.
 
         torch.distributed requires that every rank of the job makes every group, in the same order; otherwise ranks
         deadlock in the store. With ``_is_local`` only the members make it.
         """
-        hop = self._alone
-        if len(parts[0]) == 1:
-            return hop
         for ranks in parts:
             if self._is_local and self.rank not in ranks:
                 continue
@@ -189,10 +229,7 @@ class Topology:
             group = groups.new_group(global_ranks, self._parent, is_local=self._is_local)
             if group is not None:
                 self._groups.append(group)
-                name = backend_of(group)
-                place = len(ranks), ranks.index(self.rank), num_intra_peers, num_inter_peers
-                hop = Hop(group, *place, name, communicators=self._communicators)
-        return hop
+        return self._groups[-1]
 
     @classmethod
     def from_env(
@@ -250,7 +287,7 @@ class Topology:
         topology.rank = topology.node_rank = topology.local_rank = 0
         topology._choose(backend, kernels)
         topology._register()
-        topology._is_local, topology._watch = False, None
+        topology._is_local, topology._watch, topology._shared, topology._purpose = False, None, [], 0
         topology._make_hops()
         return topology
 
@@ -265,12 +302,15 @@ class Topology:
         clone = object.__new__(Topology)  # without __init__: the ranks have already been compared
         clone.backend, clone.kernels = self.backend, self.kernels
         clone._place(self.ranks_per_node, self._parent)
-        clone._connect()
+        clone._connect(1 - self._purpose)
         return clone
 
     @cached_property
     def companion(self) -> Topology:
-        """A :meth:`clone`, made at the first use, which is collective. Closed with this one."""
+        """A :meth:`clone`: other process groups of the same ranks, whose exchanges never match those of this one.
+
+        Made at the first use, which is collective. Closed with this one.
+        """
         return self.clone()
 
     @cached_property
@@ -288,10 +328,9 @@ class Topology:
 
         Over NCCL an exchange of host values would wait for the devices. Made at the first use, which is collective.
         """
-        if self.world.group is None or takes_host_tensors(self.world.backend):
+        if not self.is_on_nccl:
             return self.world
-        group = self._new_gloo_group()
-        self._groups.append(group)
+        group = self._share(HOST)(range(self.world_size), "host")
         hop = replace(self.world, group=group, backend="gloo", log=CollectiveLog())
         hop.log.departed = self.world.log.departed
         return hop
@@ -333,6 +372,11 @@ class Topology:
         return self.rank if numbering == "rank" else self.local_rank * self.num_nodes + self.node_rank
 
     @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """The process group of the ranks that was given, or all of torch.distributed; None: a single process."""
+        return None if self.world_size == 1 else self._parent or dist.group.WORLD
+
+    @property
     def global_ranks(self) -> tuple[int, ...]:
         """The global ranks of torch.distributed, in order."""
         return tuple(_global_rank(self._parent, rank) for rank in range(self.world_size))
@@ -341,6 +385,11 @@ class Topology:
     def meets_by_tag(self) -> bool:
         """Whether exchanges are matched by tag, so that different calls never mix: over gloo with backend "torch"."""
         return self.backend == "torch" and takes_host_tensors(self.world.backend)
+
+    @property
+    def is_on_nccl(self) -> bool:
+        """Whether the process groups take no host tensors, so that host values have a group of their own."""
+        return self.world.group is not None and not takes_host_tensors(self.world.backend)
 
     @property
     def has_two_hops(self) -> bool:
@@ -364,6 +413,7 @@ class Topology:
         # In this order: queued collectives still use the groups, and the watch publishes the departure under the name
         # of the group, which a closed hop no longer has.
         self.queue.close()
+        self.routes.clear()  # they hold process groups
         if self._watch is not None:
             self._watch.remove(self)
             self._watch = None
@@ -373,6 +423,8 @@ class Topology:
         while self._groups:
             group = self._groups.pop()
             groups.destroy_group(group, is_local=self._is_local)
+        while self._shared:
+            groups.release_group(self._shared.pop(), is_local=self._is_local)
         check_all_flags(is_last=True)
 
     def __repr__(self) -> str:
@@ -409,8 +461,17 @@ def _equal_runs(nodes: list[int]) -> int:
     return per_node
 
 
+_HOPS: WeakKeyDictionary[Any, tuple[str | None, tuple[int, int, int, int, str, CollectiveLog]]] = WeakKeyDictionary()
+"""LOCAL_WORLD_SIZE, and what is known of a group without the group itself: a value that held its key would keep it."""
+
+
 def hop_of_group(group: dist.ProcessGroup | None) -> Hop:
     """One hop over all ranks of ``group``. ``LOCAL_WORLD_SIZE`` tells which of them share this rank's node."""
+    process_group, local_world_size = dist.group.WORLD if group is None else group, os.environ.get("LOCAL_WORLD_SIZE")
+    if process_group in dist.distributed_c10d._world.pg_map:  # not initialized, or destroyed: the checks below
+        known = _HOPS.get(process_group)
+        if known is not None and known[0] == local_world_size:
+            return Hop(process_group, *known[1])
     size, rank = _size_and_rank(group)
     if size == 1:
         return ALONE
@@ -418,6 +479,7 @@ def hop_of_group(group: dist.ProcessGroup | None) -> Hop:
     node = dist.get_rank() // per_node
     of_node = range(node * per_node, min((node + 1) * per_node, dist.get_world_size()))
     intra = sum(groups.is_member(group, rank) for rank in of_node) - 1
-    process_group = group if group is not None else dist.group.WORLD
     assert process_group is not None, "torch.distributed is initialized"
-    return Hop(process_group, size, rank, intra, size - 1 - intra, backend_of(group), log_of(process_group))
+    facts = size, rank, intra, size - 1 - intra, backend_of(group), log_of(process_group)
+    _HOPS[process_group] = local_world_size, facts
+    return Hop(process_group, *facts)

@@ -24,7 +24,7 @@ from zcomm import errors
 from zcomm._formats.formats import Format, get_format
 from zcomm._formats.recipes import AUTO_RECIPE, Recipe, get_recipe
 from zcomm._transport import backend
-from zcomm._transport.fingerprint import facts
+from zcomm._transport.environment_check import facts
 from zcomm._transport.store_exchange import exchange_texts
 from zcomm._transport.topology import Topology
 from zcomm.errors import CommunicationError, ConfigError, ZcommError
@@ -43,10 +43,7 @@ IGNORED_FIELDS = ("name", "error", "description")
 
 
 def settings_of(
-    recipe: str | Recipe,
-    overrides: Mapping[str, Override] | None,
-    topology: Topology | None,
-    **others: object,
+    recipe: str | Recipe, overrides: Mapping[str, Override] | None, topology: Topology | None, **others: object
 ) -> Settings:
     """Return by name what must be equal on all ranks. An unknown recipe or format is kept as text; check refuses it."""
     named = {"recipe": recipe, **{f"overrides[{name!r}]": value for name, value in (overrides or {}).items()}}

@@ -41,7 +41,7 @@ from zcomm.install.choices import FormatChoice, NamedParameter, Override, choose
 from zcomm.install.ddp_hook import exchange_gradients, new_future, value_or_raise
 from zcomm.install.piece_exchange import PieceExchange
 from zcomm.install.pieces import FormatPiece, split_by_format
-from zcomm.install.report import Installation, InstallationRecord, Tally, topology_text
+from zcomm.install.report import Installation, InstallationRecord, PieceTotals, topology_text
 
 OPERATION = "all_reduce"
 
@@ -128,7 +128,7 @@ def _groups(model: nn.Module, topology: Topology | None) -> list[dist.ProcessGro
     """The groups whose ranks must agree: DDP's, or that of the topology if ``model`` is not a DDP model."""
     if isinstance(model, DistributedDataParallel):
         return [model.process_group]
-    return [topology.world.group] if topology is not None and topology.world.group is not None else []
+    return [topology.process_group] if topology is not None and topology.process_group is not None else []
 
 
 class _CheckedArguments(NamedTuple):
@@ -356,7 +356,7 @@ class _Compressed:
         )
         return PieceExchange(piece, tally, residual)
 
-    def _tally(self, piece: FormatPiece, dtype: torch.dtype) -> Tally:
+    def _tally(self, piece: FormatPiece, dtype: torch.dtype) -> PieceTotals:
         wires = piece.choices[0].wires
         plain = volume.all_reduce_sent(piece.numel, dtype, *self._shape, ("none", "none"))
         shard_numel = -(-piece.numel // self._topology.world_size)

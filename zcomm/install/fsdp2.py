@@ -161,7 +161,7 @@ def _groups(
     model: nn.Module, topology: Topology | None, replicate_group: dist.ProcessGroup | None
 ) -> list[dist.ProcessGroup]:
     """The groups whose ranks must agree: those that share parameters, in the order of the model, and the replicas."""
-    others = (topology.world.group if topology is not None else None, replicate_group)
+    others = (topology.process_group if topology is not None else None, replicate_group)
     return [*process_groups_of(model), *(group for group in others if group is not None)]
 
 

@@ -33,7 +33,7 @@ from zcomm.install.choices import UNCOMPRESSED, FormatChoice
 from zcomm.install.fsdp2_units import FSDPUnit
 from zcomm.install.piece_exchange import PieceExchange
 from zcomm.install.pieces import FormatPiece, split_by_format
-from zcomm.install.report import InstallationRecord, Tally
+from zcomm.install.report import InstallationRecord, PieceTotals
 
 Comm = Topology | dist.ProcessGroup
 """What carries an exchange: a Topology, over two hops, or a process group, over one."""
@@ -103,11 +103,7 @@ class UnitPlanner:
         return bool((wire[1] if isinstance(wire, tuple) else wire).block)
 
     def residual(
-        self,
-        kind: type[ZcommReduceScatter] | type[ReplicaAllReduce],
-        piece: FormatPiece,
-        comm: Comm,
-        num_rows: int,
+        self, kind: type[ZcommReduceScatter] | type[ReplicaAllReduce], piece: FormatPiece, comm: Comm, num_rows: int
     ) -> Residual | None:
         """Return a residual for ``piece``; None unless ``kind`` is the last hop and its parameters are known."""
         if kind is not self._residual_of or any(choice.name == self._label for choice in piece.choices):
@@ -145,15 +141,12 @@ class UnitPlanner:
     def _columns(self, indices: Sequence[int], group: dist.ProcessGroup) -> list[int]:
         return [self.unit.padded_numels[i] // group.size() for i in indices]
 
-    def _tally(self, kind: str, piece: FormatPiece, wire: Any, comm: Comm, dtype: torch.dtype) -> Tally:
+    def _tally(self, kind: str, piece: FormatPiece, wire: Any, comm: Comm, dtype: torch.dtype) -> PieceTotals:
         def bytes_of(wire: Any) -> volume.Sent:
             if not isinstance(comm, Topology):
                 hop = hop_of_group(comm)
                 return volume.one_hop_sent(piece.numel, dtype, hop.num_intra_peers, hop.num_inter_peers, wire)
-            shape, pair = (
-                (comm.num_nodes, comm.ranks_per_node),
-                wire if isinstance(wire, tuple) else (wire, wire),
-            )
+            shape, pair = ((comm.num_nodes, comm.ranks_per_node), wire if isinstance(wire, tuple) else (wire, wire))
             if kind == "weights":
                 return volume.all_gather_sent(piece.numel, dtype, *shape, pair)
             return volume.reduce_scatter_sent(piece.numel, dtype, *shape, pair)
@@ -288,7 +281,7 @@ class ReplicaAllReduce:
         residual = self._planner.residual(ReplicaAllReduce, piece, self._group, 1) if loses else None
         return PieceExchange(piece, self._tally(piece, dtype), residual)
 
-    def _tally(self, piece: FormatPiece, dtype: torch.dtype) -> Tally:
+    def _tally(self, piece: FormatPiece, dtype: torch.dtype) -> PieceTotals:
         hop, wires = hop_of_group(self._group), piece.choices[0].wires
         shard_numel = -(-piece.numel // hop.size)
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from zcomm._formats.recipes import Wires
-from zcomm._residuals.grad_scaler import LossScaling
+from zcomm._residuals.grad_scaler import UserLossScale
 from zcomm._residuals.residual import Residual
 from zcomm.install.pieces import FormatPiece
-from zcomm.install.report import Tally
+from zcomm.install.report import PieceTotals
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +16,7 @@ class PieceExchange:
     """An exchange that is repeated every step."""
 
     piece: FormatPiece
-    tally: Tally
+    tally: PieceTotals
     residual: Residual | None = None
     """Error feedback: the next exchange adds what this one has lost."""
 
@@ -25,7 +25,7 @@ class PieceExchange:
         """The formats, which all parameters of the piece share."""
         return self.piece.choices[0].wires
 
-    def start(self, scaling: LossScaling) -> Residual | None:
+    def start(self, scaling: UserLossScale) -> Residual | None:
         """Return the residual for the next exchange, after committing what the previous one has lost.
 
         The commit waits here, and not behind the previous exchange, because only now it is known whether the gradient

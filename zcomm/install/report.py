@@ -1,8 +1,8 @@
 """The report of an installation: bytes sent, bytes without compression, and what stays uncompressed and why.
 
-A :class:`Tally` counts the exchanges of one piece. Bytes are this rank's own, by the formulas of :mod:`zcomm.volume`.
-Numbers in module names become ``*``, and rows that are then equal are merged. So a model of many equal layers has few
-rows.
+A :class:`PieceTotals` counts the exchanges of one piece. Bytes are this rank's own, by the formulas of
+:mod:`zcomm.volume`. Numbers in module names become ``*``, and rows that are then equal are merged. So a model of many
+equal layers has few rows.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from zcomm._formats.recipes import Recipe
-from zcomm._residuals.grad_scaler import LossScaling, ScalerSetting
+from zcomm._residuals.grad_scaler import ScalerSetting, UserLossScale
 from zcomm._residuals.residual import Residual
 from zcomm._transport.topology import Topology
-from zcomm.install.carried import CarriedState
+from zcomm.install.carried_state import CarriedState
 from zcomm.install.choices import FormatChoice
 from zcomm.volume import Sent
 
@@ -33,7 +33,7 @@ def topology_text(topology: Topology, *, shadow: bool) -> str:
 
 
 @dataclass(slots=True)
-class Tally:
+class PieceTotals:
     """Number, bytes and errors of the exchanges of one piece."""
 
     choices: tuple[FormatChoice, ...]
@@ -133,15 +133,15 @@ class InstallationRecord:
     """The bookkeeping of one installation on parameters ``names``: tallies, notes, and state kept from step to step."""
 
     def __init__(self, names: Iterable[str], recipe: Recipe, scaler: ScalerSetting = "auto") -> None:
-        self.tallies: list[Tally] = []
+        self.tallies: list[PieceTotals] = []
         self.carried = CarriedState(names, recipe)
-        self.scaling = LossScaling(scaler, self.carried.reset)
+        self.scaling = UserLossScale(scaler, self.carried.reset)
         self.notes: list[str] = []
         """Events that the user should know of."""
 
-    def new_tally(self, choices: tuple[FormatChoice, ...], format: str, sent: Sent, plain: Sent) -> Tally:
+    def new_tally(self, choices: tuple[FormatChoice, ...], format: str, sent: Sent, plain: Sent) -> PieceTotals:
         """Start to count the exchanges of a new piece."""
-        tally = Tally(choices, format, sent, plain)
+        tally = PieceTotals(choices, format, sent, plain)
         self.tallies.append(tally)
         return tally
 

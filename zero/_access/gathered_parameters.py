@@ -15,12 +15,12 @@ from zero._runtime.runtime import Runtime
 from zero._sharding.bucket import Bucket, ShardInfo, num_writes
 from zero._sharding.units import EXTERNAL, external_parameters
 
-BLOCK_END = "has come to the end of zero.GatheredParameters"
+BLOCK_END = "has reached the end of zero.GatheredParameters"
 """How errors describe a rank that has left the block."""
 
 
 class ShardOwner(Protocol):
-    """What holds the shards: zero._runtime.runtime.Runtime or zero._model.init_shards.Construction."""
+    """What holds the shards: zero._runtime.runtime.Runtime or zero._model.init_shards.BuiltParameters."""
 
     topology: Topology
     is_closed: bool

@@ -19,7 +19,7 @@ from zcomm import LayoutError, StateError, Topology, control
 from zero._access.gathered_parameters import GatheredParameters
 from zero._ranks.rank_errors import on_every_rank
 from zero._sharding.bucket import is_managed
-from zero._storage.tensor_files import open_tensors
+from zero._storage.pretrained_reader import open_tensors
 
 
 class Loaded(NamedTuple):
@@ -50,7 +50,7 @@ def load_pretrained(
 
     Args:
         model: Built under :class:`zero.Init`, or managed by a ZeroOptimizer, whose masters are loaded, too.
-        source: On rank 0 tensors by name, a file or a folder: see :func:`zero._storage.tensor_files.open_tensors`.
+        source: On rank 0 tensors by name, a file or a folder: see :func:`zero._storage.pretrained_reader.open_tensors`.
             Other ranks may pass None. Values are cast to the parameters' dtype.
         strict: Raise if a name is missing or unexpected. A tied parameter needs one of its names.
         rename: Maps a name in ``source`` to the model's; None skips the tensor.

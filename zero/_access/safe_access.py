@@ -199,7 +199,7 @@ def _set_grad(param: nn.Parameter, own: Callable[[ParameterLocation], Tensor]) -
     )
     if runtime.gradient_files is not None:
         on_every_rank(runtime.gradient_files.raise_error, runtime.topology)
-    runtime.reducer.on_edit(values)
+    runtime.reducer.consumer.edited(values)
 
 
 @collective("param", of=_topology_of)

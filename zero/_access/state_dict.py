@@ -222,12 +222,7 @@ class StateDicts:
         return bucket is not None and not bucket.is_persistent
 
     def _before_load(
-        self,
-        module: nn.Module,
-        state_dict: dict[str, Any],
-        prefix: str,
-        metadata: dict[str, Any],
-        *args: Any,
+        self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *args: Any
     ) -> None:
         if module not in self._replace_ids:
             return

@@ -77,10 +77,7 @@ class TiledLinear(nn.Module):
         **options: Any,
     ) -> None:
         super().__init__()
-        for name, splits, features in (
-            ("in_splits", in_splits, in_features),
-            ("out_splits", out_splits, out_features),
-        ):
+        for name, splits, features in (("in_splits", in_splits, in_features), ("out_splits", out_splits, out_features)):
             if not 1 <= splits <= features:
                 raise ConfigError(f"{name} must be 1 to the {features} features that are split: {name}={splits}")
         self.in_features, self.out_features, self.use_bias = in_features, out_features, bias

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 from bisect import insort
+from collections import deque
 from contextlib import suppress
 from typing import NamedTuple
 from weakref import WeakSet
@@ -52,16 +53,20 @@ class Arena:
         self._memory: Tensor | None = None
         self._free: list[ArenaSpan] = []
         self._live: WeakSet[LiveCheckpoint] = WeakSet()
+        self.dropped: deque[tuple[ArenaSpan | None, int]] = deque()
+        """Spans and bytes of slots that are gone. A garbage collection may drop a slot at any place of this code."""
         self._used = self._most_used = 0
         self._warns = True
         self.num_allocations = 0
 
     @property
     def nbytes(self) -> int:
+        self._free_dropped()
         return 0 if self._memory is None else self._memory.numel()
 
     def start_checkpoint(self, nbytes: int) -> LiveCheckpoint:
         """Count one more checkpoint, of ``nbytes`` in all; warn once if there are more than ``num_checkpoints``."""
+        self._free_dropped()
         if self._num_checkpoints is not None:
             if len(self._live) == self._num_checkpoints and self._warns:
                 self._warns = False
@@ -79,6 +84,7 @@ class Arena:
 
     def allocate(self, nbytes: int, checkpoint: LiveCheckpoint) -> ArenaSlot:
         """A slot of ``nbytes``: in the first free span that is large enough; without memory if none is."""
+        self._free_dropped()
         nbytes = _aligned(nbytes)
         for index, (start, stop) in enumerate(self._free):
             if stop - start >= nbytes:
@@ -99,7 +105,11 @@ class Arena:
         self._used += nbytes
         self._most_used = max(self._most_used, self._used)
 
-    def free(self, span: ArenaSpan | None, nbytes: int) -> None:
+    def _free_dropped(self) -> None:
+        while self.dropped:
+            self._free_slot(*self.dropped.popleft())
+
+    def _free_slot(self, span: ArenaSpan | None, nbytes: int) -> None:
         self._used -= nbytes
         if span is not None:
             # On CUDA a copy on another stream may still be reading the slot, and would read the fill. Reuse is safe:
@@ -114,7 +124,7 @@ class Arena:
                 else:
                     merged.append(piece)
             self._free = merged
-        if self._used == 0 and self._most_used > self.nbytes:
+        if self._used == 0 and (self._memory is None or self._most_used > self._memory.numel()):
             # Nothing points into the old buffer any more, so it can be replaced. Out of memory is no error: what does
             # not fit is allocated outside, as in the first step.
             with suppress(RuntimeError):
@@ -139,8 +149,8 @@ class ArenaSlot:
         arena.count(self._nbytes)
 
     def __del__(self) -> None:
-        self.memory = None  # the view goes first: free() may replace the buffer that it points into
-        self._arena.free(self._span, self._nbytes)
+        self.memory = None  # the view goes first: the arena may replace the buffer that it points into
+        self._arena.dropped.append((self._span, self._nbytes))
 
 
 def _aligned(nbytes: int) -> int:

@@ -304,7 +304,5 @@ def _new_storage(settings: ActivationSettings, all_ranks: Topology | None) -> In
     if settings.tier is Tier.NVME:
         return FileInputStorage(settings, all_ranks)
     return MemoryInputStorage(
-        is_on_host=settings.tier is Tier.CPU,
-        has_arena=settings.has_arena,
-        num_checkpoints=settings.num_checkpoints,
+        is_on_host=settings.tier is Tier.CPU, has_arena=settings.has_arena, num_checkpoints=settings.num_checkpoints
     )

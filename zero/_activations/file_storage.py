@@ -14,7 +14,7 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-from zcomm import StateError, Topology
+from zcomm import Topology
 from zero._activations.activation_settings import ActivationSettings
 from zero._activations.arena import LiveCheckpoint
 from zero._activations.memory_storage import StoredValues
@@ -42,6 +42,9 @@ class FileInputStorage:
         self._store = FileStore(settings.path, files=settings.files, name="activations", topology=topology)
         self._free: dict[int, list[StoredFile]] = {}
         self._writes: deque[_PendingWrite] = deque()
+        self.dropped: deque[tuple[StoredFile, _PendingWrite, tuple[Transfer, Tensor] | None]] = deque()
+        """Files of inputs that are gone, with the transfers on them. A garbage collection may drop an input while this
+        thread holds a lock of the store: what frees a file, which waits and takes that lock, cannot run in it."""
 
     def start_checkpoint(self, nbytes: int, device: torch.device) -> LiveCheckpoint | None:  # noqa: ARG002
         return None  # files need no arena
@@ -52,6 +55,7 @@ class FileInputStorage:
         Raises:
             OSError: No space is left, or an earlier write has failed. With path, errno, bytes and free space.
         """
+        self._free_dropped()
         nbytes = values.numel() * values.element_size()
         # Each write holds a buffer of host memory until it ends: without a limit, a forward faster than the disk would
         # collect all inputs in host memory.
@@ -70,12 +74,14 @@ class FileInputStorage:
 
     def reset(self) -> None:
         """Delete the free files."""
+        self._free_dropped()
         while self._free:
             for file in self._free.popitem()[1]:
                 self._store.remove(file)
 
     def close(self) -> None:
         self._writes.clear()
+        self.dropped.clear()
         self._free.clear()
         self._store.close()
 
@@ -86,8 +92,18 @@ class FileInputStorage:
     def free_buffer(self, buffer: Tensor) -> None:
         self._store.give(buffer)
 
-    def free_file(self, file: StoredFile) -> None:
-        self._free.setdefault(file.nbytes, []).append(file)
+    def _free_dropped(self) -> None:
+        while self.dropped:
+            file, write, reading = self.dropped.popleft()
+            # The file and the buffer may be reused only after the transfers on them have ended. Errors do not matter
+            # here: nobody needs the values any more.
+            with suppress(OSError):
+                write.finish()
+            if reading is not None:
+                with suppress(OSError):
+                    reading[0].wait()
+                self.free_buffer(reading[1])
+            self._free.setdefault(file.nbytes, []).append(file)
 
     def _take_file(self, nbytes: int) -> StoredFile:
         for free in self._free.values():
@@ -137,19 +153,13 @@ class _FileInput:
         self.prefetch()
         assert self._reading is not None, "prefetch starts the read"
         (transfer, buffer), self._reading = self._reading, None
-        transfer.wait()
-        values = buffer[: self._nbytes].view(self._dtype).to(self._device, copy=True)
+        try:
+            transfer.wait()
+            values = buffer[: self._nbytes].view(self._dtype).to(self._device, copy=True)
+        finally:
+            self._storage.free_buffer(buffer)
         transfer_counters.record("activations", "to_device", self._nbytes)
-        self._storage.free_buffer(buffer)
         return values
 
     def __del__(self) -> None:
-        # The file and the buffer may be reused only after the transfers on them have ended. Errors do not matter here:
-        # nobody needs the values any more, or the storage is closed.
-        with suppress(OSError, StateError):
-            self._write.finish()
-            if self._reading is not None:
-                transfer, buffer = self._reading
-                transfer.wait()
-                self._storage.free_buffer(buffer)
-            self._storage.free_file(self._file)
+        self._storage.dropped.append((self._file, self._write, self._reading))

@@ -135,8 +135,9 @@ class MemoryInputStorage:
 
     def memory(self) -> ActivationMemory:
         arena = self._arena
+        arena_nbytes = 0 if arena is None else arena.nbytes  # may allocate the arena anew
         num_allocations = self._num_arena_allocations + (0 if arena is None else arena.num_allocations)
-        return self.usage.report(0 if arena is None else arena.nbytes, num_allocations)
+        return self.usage.report(arena_nbytes, num_allocations)
 
     def reset(self) -> None:
         """Drop the arena; slots in use keep its memory until they are dropped."""

@@ -16,7 +16,7 @@ import torch.utils.checkpoint as torch_checkpoint
 from torch.utils.checkpoint import CheckpointFunction
 
 from zcomm import BackendUnavailableError
-from zero._activations.call import CheckpointedCall
+from zero._activations.checkpointed_call import CheckpointedCall
 from zero._activations.scope import current
 
 REENTRANT, NON_REENTRANT = "CheckpointFunction", "_checkpoint_without_reentrant_generator"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -38,19 +39,25 @@ class ActivationUsage:
     def __init__(self) -> None:
         self._now = {"device": 0, "host": 0, "files": 0}
         self._peak = dict(self._now)
+        self.dropped: deque[tuple[str, int]] = deque()
+        """Place and bytes of counts whose objects are gone."""
         self.num_allocations = 0
 
     def count(self, place: str, nbytes: int) -> CountedBytes:
         """Count ``nbytes`` until the returned object is dropped."""
+        self._subtract_dropped()
         self._now[place] += nbytes
         self._peak[place] = max(self._peak[place], self._now[place])
         return CountedBytes(self, place, nbytes)
 
-    def free(self, place: str, nbytes: int) -> None:
-        self._now[place] -= nbytes
+    def _subtract_dropped(self) -> None:
+        while self.dropped:
+            place, nbytes = self.dropped.popleft()
+            self._now[place] -= nbytes
 
     def report(self, arena_nbytes: int, num_allocations: int) -> ActivationMemory:
         """The counts, with those of an arena."""
+        self._subtract_dropped()
         return ActivationMemory(
             **self._now,
             **{f"peak_{place}": nbytes for place, nbytes in self._peak.items()},
@@ -68,7 +75,7 @@ class CountedBytes:
         self._usage, self._place, self._nbytes = usage, place, nbytes
 
     def __del__(self) -> None:
-        self._usage.free(self._place, self._nbytes)
+        self._usage.dropped.append((self._place, self._nbytes))
 
 
 logger = logging.getLogger("zero")

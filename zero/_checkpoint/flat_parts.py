@@ -47,7 +47,7 @@ SCALARS = {"tensor": Tensor, "int": int, "float": float}
 """Kinds of optimizer states that have one value for a parameter, and their types."""
 
 
-class Held(NamedTuple):
+class LocalPart(NamedTuple):
     """Elements ``[first, first + len(values))`` of a parameter of ``numel`` elements, which this rank stores."""
 
     name: str
@@ -66,7 +66,7 @@ class Held(NamedTuple):
         return FlatPart(key, self.numel, self.first, values[: self.values.numel()], read)
 
 
-def held_weights(runtime: Runtime, access: Literal["sizes", "values", "changes"]) -> Iterator[Held]:
+def local_weights(runtime: Runtime, access: Literal["sizes", "values", "changes"]) -> Iterator[LocalPart]:
     """Yield this rank's part of every parameter, trainable or not, without padding. Collective if some are in files.
 
     Parameters in files are read if ``access`` is not "sizes", one bucket at a time: use their values before the next
@@ -79,10 +79,10 @@ def held_weights(runtime: Runtime, access: Literal["sizes", "values", "changes"]
         with runtime.in_memory([] if stays else [bucket], is_changed=access == "changes"):
             for piece, master in bucket.master_pieces(runtime.stage, row):
                 slot = bucket.layout.slots[piece.slot]
-                yield Held(slot.name, slot.numel, piece.start - slot.offset, master, bucket, piece.start - base)
+                yield LocalPart(slot.name, slot.numel, piece.start - slot.offset, master, bucket, piece.start - base)
 
 
-def held_pieces(internals: OptimizerParts) -> Iterator[tuple[Held, MasterPiece]]:
+def local_pieces(internals: OptimizerParts) -> Iterator[tuple[LocalPart, MasterPiece]]:
     """Yield this rank's part of every parameter that it updates, with its master."""
     runtime = internals.runtime
     row = runtime.topology.shard_index("local")
@@ -90,17 +90,16 @@ def held_pieces(internals: OptimizerParts) -> Iterator[tuple[Held, MasterPiece]]
         base = row * piece.bucket.layout.shard_numel if runtime.stage.shards_states else 0
         slot = piece.bucket.layout.slots[piece.slot]
         first = piece.start + base - slot.offset
-        yield Held(slot.name, slot.numel, first, piece.master, piece.bucket, piece.start), piece
+        yield LocalPart(slot.name, slot.numel, first, piece.master, piece.bucket, piece.start), piece
 
 
 def stale_parameter_parts(internals: OptimizerParts) -> list[FlatPart]:
     """Parameters to which a delayed update is not written back yet. Collective if they are in files."""
-    delayed, parts = internals.runtime.delayed, []
-    published = {} if delayed is None else delayed.stale_shards()
-    for held, _ in held_pieces(internals):
-        if held.bucket in published:
-            shard = published[held.bucket]
-            parts.append(held.part(f"published/{held.name}", shard[held.start : held.start + held.values.numel()]))
+    published, parts = internals.runtime.delayed.stale_shards(), []
+    for local, _ in local_pieces(internals):
+        if local.bucket in published:
+            shard = published[local.bucket]
+            parts.append(local.part(f"published/{local.name}", shard[local.start : local.start + local.values.numel()]))
     return parts
 
 
@@ -111,17 +110,17 @@ def state_parts(internals: OptimizerParts) -> list[FlatPart]:
         CheckpointError: A state is neither of the parameter's size nor a number. On this rank alone.
     """
     parts = []
-    for held, piece in held_pieces(internals):
+    for local, piece in local_pieces(internals):
         for name, value in internals.inner.state.get(piece.master, {}).items():
             if value is None:
                 continue
             is_moment = isinstance(value, Tensor) and value.dim() == 1 and is_storable(value)
             if is_moment and is_elementwise(piece, value):
-                parts.append(held.part(f"state/{name}/{held.name}", value, internals.runtime.state_files, name))
+                parts.append(local.part(f"state/{name}/{local.name}", value, internals.runtime.state_files, name))
                 continue
-            kind = _scalar_kind(internals, held.name, name, value)
+            kind = _scalar_kind(internals, local.name, name, value)
             stored = value.detach() if isinstance(value, Tensor) else torch.tensor(value, dtype=_wide(value))
-            parts.append(FlatPart.of(f"{kind}/{name}/{held.name}", stored))
+            parts.append(FlatPart.of(f"{kind}/{name}/{local.name}", stored))
     return parts
 
 
@@ -193,10 +192,10 @@ def node_parts(internals: OptimizerParts) -> list[FlatPart]:
     """The replicas and residuals of this rank."""
     runtime, parts = internals.runtime, []
     of_bucket = replica_shards(runtime)
-    for held, _ in held_pieces(internals):
-        if held.bucket in of_bucket:
-            values = of_bucket[held.bucket][held.start : held.start + held.values.numel()]
-            parts.append(held.part(f"replica/{held.name}", values))
+    for local, _ in local_pieces(internals):
+        if local.bucket in of_bucket:
+            values = of_bucket[local.bucket][local.start : local.start + local.values.numel()]
+            parts.append(local.part(f"replica/{local.name}", values))
     residuals = residuals_of(runtime)
     if residuals:
         prefix = f"rank/{runtime.topology.rank}/residual"

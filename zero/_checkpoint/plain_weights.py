@@ -24,8 +24,8 @@ from zero._checkpoint.durability import make_folder, remove_file, replace_file, 
 from zero._checkpoint.flat_parts import named_buffers
 from zero._checkpoint.index import CHUNK_NUMEL, Index, StoredChunk, StoredTensor
 from zero._runtime.optimizer_parts import OptimizerParts
+from zero._storage.pretrained_reader import is_plain_name
 from zero._storage.safetensors_file import CODES, TensorEntry, as_bytes, make_header, read_header
-from zero._storage.tensor_files import is_plain_name
 from zero.errors import CheckpointError
 
 MAX_SHARD_NBYTES = 5_000_000_000

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from zero._checkpoint.dcp import FlatPart
-from zero._checkpoint.flat_parts import SCALARS, held_pieces, held_weights, named_buffers
+from zero._checkpoint.flat_parts import SCALARS, local_pieces, local_weights, named_buffers
 from zero._checkpoint.index import Index
 from zero._checkpoint.json_tree import decode
 from zero._checkpoint.snapshot import names_of_groups
@@ -175,12 +175,12 @@ def _group_problems(internals: OptimizerParts, index: Index) -> list[str]:
 
 def _request_weights(request: Request, internals: OptimizerParts) -> None:
     index = request.index
-    for held in held_weights(internals.runtime, "sizes"):
-        key = f"weight/{held.name}"
-        if internals.runtime.is_in_files(held.bucket):
+    for local in local_weights(internals.runtime, "sizes"):
+        key = f"weight/{local.name}"
+        if internals.runtime.is_in_files(local.bucket):
             continue  # masters in files: zero._checkpoint.streamed_load reads them, a sub-group at a time
-        if key in index.tensors and held.name in index.content["parameters"]:
-            request.add(key, held.values.numel(), held.first, held.values.dtype)
+        if key in index.tensors and local.name in index.content["parameters"]:
+            request.add(key, local.values.numel(), local.first, local.values.dtype)
     for name, buffer in named_buffers(internals.runtime.model).items():
         if name in index.content["buffers"] and buffer.numel():
             own = f"rank/{internals.runtime.topology.rank}/buffer/{name}"
@@ -205,15 +205,15 @@ def _request_others(request: Request, internals: OptimizerParts, wanted: LoadSel
 def _request_states(request: Request, internals: OptimizerParts) -> None:
     tensors, files = request.index.tensors, internals.runtime.state_files
     keys_of, in_files = keys_by_parameter(tensors), () if files is None else tuple(files.moments)
-    for held, _ in held_pieces(internals):
-        published = f"published/{held.name}"
-        if published in tensors and internals.runtime.delayed is not None:
-            request.add(published, held.values.numel(), held.first, tensors[published].dtype)
-        for key in keys_of.get(held.name, []):
+    for local, _ in local_pieces(internals):
+        published = f"published/{local.name}"
+        if published in tensors and internals.runtime.delayed.is_used:
+            request.add(published, local.values.numel(), local.first, tensors[published].dtype)
+        for key in keys_of.get(local.name, []):
             if key.startswith("state/"):
-                if internals.runtime.is_in_files(held.bucket) and key.split("/")[1] in in_files:
+                if internals.runtime.is_in_files(local.bucket) and key.split("/")[1] in in_files:
                     continue
-                request.add(key, held.values.numel(), held.first, tensors[key].dtype)
+                request.add(key, local.values.numel(), local.first, tensors[key].dtype)
             else:
                 request.add_full(key)
 

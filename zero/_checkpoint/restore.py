@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from zcomm import Topology
 from zero._checkpoint.collective_save import agreed
-from zero._checkpoint.flat_parts import SCALARS, held_pieces, held_weights, named_buffers, residual_layout
+from zero._checkpoint.flat_parts import SCALARS, local_pieces, local_weights, named_buffers, residual_layout
 from zero._checkpoint.index import Index
 from zero._checkpoint.request import LoadSelection, Request, keys_by_parameter, make_request
 from zero._checkpoint.snapshot import group_options, restore_random_state
@@ -56,10 +56,10 @@ def _request_node_parts(request: Request, internals: OptimizerParts) -> None:
     """Request replicas and residuals, if they were saved and this optimizer has them."""
     runtime, tensors = internals.runtime, request.index.tensors
     of_bucket = replica_shards(runtime)
-    for held, _ in held_pieces(internals):
-        key = f"replica/{held.name}"
-        if held.bucket in of_bucket and key in tensors:
-            request.add(key, held.values.numel(), held.first, tensors[key].dtype)
+    for local, _ in local_pieces(internals):
+        key = f"replica/{local.name}"
+        if local.bucket in of_bucket and key in tensors:
+            request.add(key, local.values.numel(), local.first, tensors[key].dtype)
     prefixes = tuple(f"rank/{rank}/residual/" for rank in _ranks(request, runtime))
     for key in tensors:
         if key.startswith(prefixes):
@@ -91,10 +91,10 @@ def restore_node_parts(internals: OptimizerParts, request: Request) -> None:
 
 def _shards(internals: OptimizerParts, request: Request) -> dict[Bucket, Tensor]:
     shards = {bucket: bucket.shard.clone() for bucket in replica_shards(internals.runtime)}
-    for held, _ in held_pieces(internals):
-        key = f"replica/{held.name}"
+    for local, _ in local_pieces(internals):
+        key = f"replica/{local.name}"
         if request.has(key):
-            shards[held.bucket][held.start : held.start + held.values.numel()] = request.values(key)
+            shards[local.bucket][local.start : local.start + local.values.numel()] = request.values(key)
     return shards
 
 
@@ -274,12 +274,11 @@ def _buffers_to_read(internals: OptimizerParts, request: Request) -> Iterator[tu
 
 def _restore_weights(internals: OptimizerParts, request: Request, streamed: StreamedStates) -> None:
     runtime = internals.runtime
-    if runtime.delayed is not None:
-        runtime.delayed.drop()
-    for held in held_weights(runtime, "changes"):
-        key = f"weight/{held.name}"
+    runtime.delayed.drop()
+    for local in local_weights(runtime, "changes"):
+        key = f"weight/{local.name}"
         if request.has(key):
-            held.values.copy_(request.values(key))
+            local.values.copy_(request.values(key))
     for _, buffer, values in _buffers_to_read(internals, request):
         distinct(buffer, buffer).copy_(distinct(values, buffer))
     streamed.commit()
@@ -302,8 +301,8 @@ def _restore_inner(optimizer: ZeroOptimizer, state: dict[str, Any], request: Req
 def _restore_stale_parameters(internals: OptimizerParts, request: Request) -> None:
     """Restore parameters to which a delayed update was not written back when the checkpoint was saved."""
     runtime, content = internals.runtime, request.index.content
-    late = None if content.get("num_updates") is None else runtime.delayed
-    if late is None:
+    late = runtime.delayed
+    if content.get("num_updates") is None or not late.is_used:
         return
     late.num_updates = content["num_updates"]
     is_saved = any(key.startswith("published/") for key in request.index.tensors)
@@ -312,10 +311,10 @@ def _restore_stale_parameters(internals: OptimizerParts, request: Request) -> No
 
     def read() -> dict[Bucket, Tensor]:
         shards = {bucket: bucket.storage.read().clone() for bucket in late.buckets}
-        for held, _ in held_pieces(internals):
-            if held.bucket in shards and request.has(f"published/{held.name}"):
-                part = slice(held.start, held.start + held.values.numel())
-                shards[held.bucket][part] = request.values(f"published/{held.name}")
+        for local, _ in local_pieces(internals):
+            if local.bucket in shards and request.has(f"published/{local.name}"):
+                part = slice(local.start, local.start + local.values.numel())
+                shards[local.bucket][part] = request.values(f"published/{local.name}")
         return shards
 
     shards = on_every_rank(read, runtime.topology)
@@ -332,9 +331,9 @@ def _inner_state(internals: OptimizerParts, request: Request) -> dict[str, Any]:
         for group, options, entry in zip(groups, group_options(internals), saved, strict=True)
     ]
     keys_of, state = keys_by_parameter(request.parts), {}
-    for held, piece in held_pieces(internals):
+    for local, piece in local_pieces(internals):
         of_piece: dict[str, Any] = {}
-        for key in keys_of.get(held.name, []):
+        for key in keys_of.get(local.name, []):
             kind, name, _ = key.split("/", 2)
             of_piece[name] = _state_value(kind, request.values(key), piece.master)
         if of_piece:

@@ -22,7 +22,7 @@ from zero._checkpoint.dcp import FlatPart
 from zero._checkpoint.flat_parts import (
     buffer_parts,
     digests_of_buffers,
-    held_weights,
+    local_weights,
     named_buffers,
     node_parts,
     residual_layout,
@@ -96,9 +96,9 @@ def take_snapshot(
     internals = optimizer.parts
     internals.runtime.finish_update()
     parts = []
-    for held in held_weights(internals.runtime, "values"):
-        if held.bucket.is_trainable or not exclude_frozen_parameters:
-            parts.append(held.part(f"weight/{held.name}", held.values, internals.runtime.state_files))
+    for local in local_weights(internals.runtime, "values"):
+        if local.bucket.is_trainable or not exclude_frozen_parameters:
+            parts.append(local.part(f"weight/{local.name}", local.values, internals.runtime.state_files))
     parts += stale_parameter_parts(internals)
 
     def take_others() -> tuple[dict[str, Any], list[float]]:
@@ -140,7 +140,7 @@ def _content(
         },
         "loss_scale": None if loss_scale is None else tree.encode(loss_scale.state_dict(), "loss_scale"),
         "residual_layout": residual_layout(runtime),
-        "num_updates": None if runtime.delayed is None else runtime.delayed.num_updates,
+        "num_updates": runtime.delayed.num_updates if runtime.delayed.is_used else None,
         "is_behind": runtime.has_pending_update,
         "extra_state": {
             name: tree.encode(_given(module.get_extra_state, f"extra state of {name!r}"), f"extra state of {name!r}")
@@ -212,7 +212,4 @@ def _of_this_rank(runtime: Runtime) -> list[FlatPart]:
     tree = Tree(f"rank/{rank}/tree")
     document = tree.encode({"random": capture_random_state(runtime.buckets[0].device)}, "random state")
     text = torch.frombuffer(bytearray(json.dumps(document).encode()), dtype=torch.uint8)
-    return [
-        FlatPart.of(f"rank/{rank}/json", text),
-        *(FlatPart.of(key, value) for key, value in tree.tensors.items()),
-    ]
+    return [FlatPart.of(f"rank/{rank}/json", text), *(FlatPart.of(key, value) for key, value in tree.tensors.items())]

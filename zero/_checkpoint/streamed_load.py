@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from zero._checkpoint.dcp import read_chunk
-from zero._checkpoint.flat_parts import Held, held_pieces
+from zero._checkpoint.flat_parts import LocalPart, local_pieces
 from zero._checkpoint.index import Index, StoredChunk
 from zero._optim.masters import MasterPiece
 from zero._optim.state_files import LoadedSubGroup, StateFiles, SubGroup
@@ -51,9 +51,8 @@ class StreamedStates:
             return
         # A delayed update in flight writes to the same extents: its late write would replace what is loaded here. Its
         # error does not matter, as its result is discarded.
-        if runtime.delayed is not None:
-            with suppress(Exception):
-                runtime.delayed.finish()
+        with suppress(Exception):
+            runtime.delayed.finish()
         try:
             on_every_rank(lambda: self._write_all(files), runtime.topology)
         except Exception as error:
@@ -64,34 +63,36 @@ class StreamedStates:
             self._chunks.clear()
 
     def _write_all(self, files: StateFiles) -> None:
-        pieces = list(held_pieces(self._internals))
+        pieces = list(local_pieces(self._internals))
         for group in files.groups:
-            own = [(held, piece) for held, piece in pieces if piece.bucket is group.bucket]
-            is_complete = self._has_moments and all(f"weight/{held.name}" in self._index.tensors for held, _ in own)
+            own = [(local, piece) for local, piece in pieces if piece.bucket is group.bucket]
+            is_complete = self._has_moments and all(f"weight/{local.name}" in self._index.tensors for local, _ in own)
             unit = LoadedSubGroup(files, group, reads=not is_complete)
             try:
                 unit.wait()
                 if is_complete:
                     for buffer in (unit.master, *(unit.moments.values() if files.moments else ())):
                         buffer.zero_()
-                for held, piece in own:
-                    self._fill(files, group, unit, held, piece)
+                for local, piece in own:
+                    self._fill(files, group, unit, local, piece)
                 unit.start_write()
             finally:
                 unit.wait()  # the write uses the unit's buffers until it is complete
                 unit.free()
 
-    def _fill(self, files: StateFiles, group: SubGroup, unit: LoadedSubGroup, held: Held, piece: MasterPiece) -> None:
+    def _fill(
+        self, files: StateFiles, group: SubGroup, unit: LoadedSubGroup, local: LocalPart, piece: MasterPiece
+    ) -> None:
         """Read the elements of ``piece`` that are in ``group``."""
         start, stop = max(piece.start, group.start), min(piece.start + piece.master.numel(), group.stop)
         if start >= stop:
             return
-        first, base = held.first + start - piece.start, group.start
-        master = self._read("weight", f"weight/{held.name}", first, stop - start)
+        first, base = local.first + start - piece.start, group.start
+        master = self._read("weight", f"weight/{local.name}", first, stop - start)
         if master is not None:
             unit.master[start - base : stop - base].copy_(master)
         for name in files.moments if self._has_moments else ():
-            values = self._read(name, f"state/{name}/{held.name}", first, stop - start)
+            values = self._read(name, f"state/{name}/{local.name}", first, stop - start)
             if values is not None:
                 unit.moments[name][start - base : stop - base].copy_(values)
 
@@ -126,8 +127,8 @@ class StreamedStates:
         files = self._files
         if files is None or not self._has_moments:
             return
-        for held, piece in held_pieces(self._internals):
+        for local, piece in local_pieces(self._internals):
             if self._internals.runtime.is_in_files(piece.bucket):
                 for name, dtype in files.moments.items():
-                    if f"state/{name}/{held.name}" in self._index.tensors:
+                    if f"state/{name}/{local.name}" in self._index.tensors:
                         self._internals.inner.state[piece.master][name] = placeholder(piece.master.numel(), dtype)

@@ -3,8 +3,8 @@
 ``mode="delta_hpz"``, stage 3 on several nodes. 4-bit messages cross the network once a step, not per micro-batch:
 
     forward, backward   parameters are gathered inside the node from its ranks' replicas       Replica
-    each micro-batch    gradients are summed inside the node, in float32                       Reduction
-    the last one        these sums are reduced between the nodes, bucket by bucket             Reduction
+    each micro-batch    gradients are summed inside the node, in float32               GradientReduceScatter
+    the last one        these sums are reduced between the nodes, bucket by bucket     GradientReduceScatter
     step()              norm and clipping; then bucket by bucket the sharded update. The       BucketwiseUpdate
                         delta of the updated shard goes to the ranks of equal local rank of
                         the other nodes while the next bucket is updated; the bucket's next
@@ -29,10 +29,8 @@ from dataclasses import replace
 
 from zcomm import ConfigError, Topology, get_format
 from zero._config.settings import Effective, ZeroSettings, resolve
-from zero._config.value_types import nearest
 from zero._storage.tier_settings import Tier
 
-MODES = ("delta_hpz", "delta")
 CHANGE_FORMAT = "int4"
 """The format of parameters' deltas, unless ``weight_format`` is given."""
 GRADIENT_FORMAT = ("int8", "nf4")
@@ -84,13 +82,7 @@ def _with_mode_formats(settings: ZeroSettings, inactive: list[str]) -> ZeroSetti
 
 def _check(settings: ZeroSettings) -> None:
     mode, tiers = settings.mode, settings.tiers
-    if mode not in MODES:
-        raise ConfigError(
-            f"mode must be one of {', '.join(MODES)}, or absent: mode={mode!r}{nearest(str(mode), MODES)}"
-        )
-    refused = {
-        "delayed_update (replicas would be one update behind)": tiers.states.delays_update,
-    }
+    refused = {"delayed_update (replicas would be one update behind)": tiers.states.delays_update}
     if mode == "delta_hpz":
         if settings.stage != 3:
             instead = "; mode='delta' is of stages 1 and 2" if settings.stage else ""

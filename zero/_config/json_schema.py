@@ -6,7 +6,7 @@ from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin
 
 from zero._config.key_support import CONDITIONS
-from zero._config.keys import Definition, definitions, own_keys, section_type
+from zero._config.keys import Definition, definitions, own_keys, section_type, unread_names
 from zero._config.legacy import MOVED
 from zero._config.sections import Config
 
@@ -57,7 +57,8 @@ def _type(kind: Any, definition: Definition) -> dict[str, Any]:
     if get_origin(kind) is tuple:
         return {"type": "array", "items": {"type": "string"}}
     if get_origin(kind) is dict:
-        return _plain_object(facts.names) if facts.names else {"type": "object"}
+        names = unread_names().get(definition.name)
+        return _plain_object(names) if names else {"type": "object"}
     found: dict[str, Any] = {"type": TYPES[kind]}
     if facts.choices:
         return {"enum": list(facts.choices)}

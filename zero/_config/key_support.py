@@ -68,8 +68,7 @@ CONDITIONS = {
     ),
     "comms_logger": Condition(lambda c: c.comms_logger.enabled, "comms_logger is not enabled"),
     "one buffer": Condition(
-        lambda c: c.activation_checkpointing.contiguous_memory_optimization,
-        "contiguous_memory_optimization is false",
+        lambda c: c.activation_checkpointing.contiguous_memory_optimization, "contiguous_memory_optimization is false"
     ),
     "activations nvme": Condition(lambda c: c.zcomm.activations == "nvme", "zcomm.activations is not nvme"),
     "nvme": Condition(

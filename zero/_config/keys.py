@@ -1,6 +1,6 @@
 """The definition of one configuration key. Parsing, checks, schema and documentation are derived from it.
 
-zero_section.py, sections.py       dataclasses whose fields are the keys, one ``key(...)`` each
+setting_keys.py, zero_section.py, sections.py    dataclasses whose fields are the keys, one ``key(...)`` each
   -> parse.py        parsing, nearest names              -> key_support.py   what takes effect, and why not
   -> value_types.py  types and ranges                    -> resolved.py      the settings of ZeroOptimizer
   -> explain.py      the effective settings              -> json_schema.py   schema for editors, table of the docs
@@ -9,11 +9,13 @@ zero_section.py, sections.py       dataclasses whose fields are the keys, one ``
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache
+from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,10 +37,6 @@ class ConfigKey:
     """Infinity, which front ends write for "never", reads as if the key were absent."""
     options: Mapping[str, Definition] = field(default_factory=dict)
     """For an object of options: those whose type is known. Other options are passed on as they are."""
-    names: tuple[str, ...] = ()
-    """For an object that nothing reads: the names it may have; a dot leads into an inner object. Empty: any name."""
-    setting: str = ""
-    """The field of :class:`zero.ZeroSettings` that it sets."""
     inactive: str = ""
     """Why it is accepted and has no effect."""
     unavailable: str = ""
@@ -84,15 +82,28 @@ def section_type(kind: Any) -> type | None:
 
 
 @cache
+def unread_names() -> Mapping[str, tuple[str, ...]]:
+    """Names of DeepSpeed's keys in objects that nothing here reads, by the object's name, so that misspelled ones are
+    found. A dot leads into an inner object; values are not checked."""
+    path = Path(__file__).with_name("unread_names.json")
+    return {name: tuple(" ".join(lines).split()) for name, lines in json.loads(path.read_text()).items()}
+
+
+@cache
 def own_keys(cls: type) -> dict[str, Definition]:
     """The keys of one section by name, without those of inner sections."""
     hints = get_type_hints(cls)
     found = {}
     for one in fields(cls):
+        if "key" not in one.metadata:
+            continue
         default = one.default if one.default is not dataclasses.MISSING else None
         if default is None and one.default_factory is not dataclasses.MISSING:
             default = one.default_factory()
-        found[one.name] = Definition(one.name, hints[one.name], default, one.metadata["key"])
+        kind, facts = hints[one.name], one.metadata["key"]
+        if get_origin(kind) is Literal:
+            kind, facts = str, dataclasses.replace(facts, choices=get_args(kind))
+        found[one.name] = Definition(one.name, kind, default, facts)
     return found
 
 

@@ -11,7 +11,7 @@ from types import NoneType
 from typing import Any, get_args
 
 from zcomm import ConfigError
-from zero._config.keys import Definition, definitions, own_keys, section_type
+from zero._config.keys import Definition, definitions, own_keys, section_type, unread_names
 from zero._config.legacy import modernize
 from zero._config.sections import Config
 from zero._config.value_types import check_document, closest, nearest, read_value, shown
@@ -163,8 +163,8 @@ class _Reader:
             return definition.default
         facts = definition.key
         converted = read_value(definition.kind, facts, value, path)
-        if facts.names:
-            self._check_names(facts.names, converted, f"{path}.")
+        if names := unread_names().get(definition.name):
+            self._check_names(names, converted, f"{path}.")
         return self.options(facts.options, converted) if facts.options else converted
 
     def options(self, known: Mapping[str, Definition], given: Mapping[str, Any]) -> dict[str, Any]:

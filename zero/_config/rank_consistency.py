@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from zcomm import ConfigError, Topology, control
 from zcomm._transport.backend import timeout_of
-from zcomm._transport.fingerprint import differing
+from zcomm._transport.environment_check import differing
 from zcomm._transport.store_exchange import exchange_texts
 from zero._config.parse import Configuration
 
@@ -70,7 +70,7 @@ def differences_between_ranks(
     It exchanges through torch.distributed's store, under keys named by ``lane``, so only ranks that are about to raise
     should call it.
     """
-    group = ranks.world.group if isinstance(ranks, Topology) else ranks or dist.group.WORLD
+    group = ranks.process_group if isinstance(ranks, Topology) else ranks or dist.group.WORLD
     assert group is not None, "a single rank has nothing to compare"
     members = dist.get_process_group_ranks(group)
     texts = exchange_texts(members, json.dumps(mine, sort_keys=True), lane=lane, timeout=timeout_of(group))

@@ -13,13 +13,13 @@ from zcomm import ConfigError, Topology
 from zcomm._transport.backend_choice import BackendWish, KernelsName
 from zero._activations.activation_settings import ActivationSettings
 from zero._config.key_support import check_available, settings_of, unused_notes
-from zero._config.keys import definitions, own_keys, section_type
+from zero._config.keys import own_keys
 from zero._config.legacy import MOVED
 from zero._config.offload_sections import activations_of, tiers_of
 from zero._config.parse import Configuration, Source, parse, read_source
 from zero._config.sections import Config, Zcomm
-from zero._config.settings import DEFAULT_STAGE, ZeroSettings
-from zero._config.value_types import check_document, read_value, shown
+from zero._config.settings import DEFAULT_STAGE, ZeroSettings, setting_name
+from zero._config.value_types import shown
 from zero._config.zero_section import ZeroOptimization
 from zero._sharding.stages import STAGES
 
@@ -57,7 +57,8 @@ def resolve_config(config: Source | Configuration | None, options: Mapping[str, 
         NotAvailableError: A key requests what this version does not have.
     """
     names = {field.name for field in fields(ZeroSettings)}
-    ours = {name: _keyword(name, value) for name, value in options.items() if name in names}
+    given = {name: value for name, value in options.items() if name in names}
+    ours = {name: getattr(ZeroSettings(**given), name) for name in given}  # checked and converted
     overlay: dict[str, Any] = {}
     for name, value in options.items():
         if name not in names:
@@ -112,35 +113,18 @@ def _section(overlay: dict[str, Any], name: str) -> dict[str, Any]:
     return section
 
 
-def _keyword(name: str, value: Any) -> Any:
-    """Convert a field of ZeroSettings as the JSON key of the same meaning would be, if there is one."""
-    by_field = {d.key.setting or d.path: d for d in definitions(Config) if section_type(d.kind) is None}
-    definition = by_field.get(name)
-    if definition is None or (value is None and definition.default is None):
-        return value
-    check_document({name: value})
-    return read_value(definition.kind, definition.key, value, name)
-
-
 def _settings_of(configuration: Configuration, *, has_config: bool) -> dict[str, Any]:
     """The fields of ZeroSettings that ``configuration`` sets. Without one, stage keeps ZeroOptimizer's own default."""
     found = {}
     for setting in settings_of(configuration):
-        field = setting.definition.key.setting
+        field = setting_name(setting.definition.name)
         if field and (setting.is_given or (has_config and field == "stage")):
             found[field] = setting.value
     config = configuration.values
-    if isinstance(found.get("gradient_format"), tuple) and len(found["gradient_format"]) != 2:
-        raise ConfigError(
-            "zcomm.gradient_format must be one format, or one for the hop inside the node and one for the hop between "
-            f"nodes: got {list(found['gradient_format'])}"
-        )
     if config.communication_data_type is not None and not config.zero_optimization.zero_quantized_gradients:
         found.setdefault("gradient_format", CAST_FORMATS[to_dtype(config.communication_data_type)])
     if config.data_types.grad_accum_dtype is not None:
         found["gradient_dtype"] = to_dtype(config.data_types.grad_accum_dtype)
-    if config.gradient_accumulation_steps is not None:
-        found["gradient_accumulation_steps"] = config.gradient_accumulation_steps
     return found
 
 

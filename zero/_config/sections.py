@@ -7,7 +7,7 @@ from typing import Any
 
 from zero._config.keys import key, section
 from zero._config.optimizer_options import OPTIMIZER_OPTIONS, SCHEDULER_OPTIONS
-from zero._config.unread_sections import INERT_NAMES, REFUSED_NAMES, CommsLogger
+from zero._config.setting_keys import WireSettings
 from zero._config.zero_section import ZeroOptimization
 
 DTYPES = ("fp32", "float32", "float", "fp16", "float16", "half", "bf16", "bfloat16")
@@ -52,10 +52,7 @@ class Bf16:
 
     enabled: bool = key(False, "parameters and computation in bfloat16, float32 masters", false="off")
     check_grad_overflow: bool = key(
-        True,
-        "skip a step whose gradients have a NaN or an infinity",
-        false="take the step",
-        active_if="bf16",
+        True, "skip a step whose gradients have a NaN or an infinity", false="take the step", active_if="bf16"
     )
     immediate_grad_update: bool = key(
         False, "-", false="the same as true", inactive="gradients are always accumulated during backward"
@@ -147,61 +144,12 @@ class Aio:
     use_gds: bool = key(False, "GPUDirect storage", false="off", unavailable="GPUDirect storage")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Zcomm:
+@dataclass(frozen=True, kw_only=True)
+class Zcomm(WireSettings):
     """``zcomm``: what DeepSpeed has no key for."""
 
     ranks_per_node: int | None = key(
         None, "this many consecutive ranks count as one node (if absent, torchrun's environment decides)", minimum=1
-    )
-    weight_format: str | None = key(
-        None,
-        "wire format of weights; overrides zero_quantized_weights; auto: the one that zcomm probe found fastest",
-        setting="weight_format",
-        active_if="stage 1+",
-    )
-    gradient_format: str | tuple[str, ...] | None = key(
-        None,
-        "wire format of gradients, or [inside the node, between nodes]; overrides zero_quantized_gradients; auto: as "
-        "for weights",
-        setting="gradient_format",
-        active_if="stage 1+",
-    )
-    backend: str = key(
-        "auto",
-        "what carries weights and gradients. torch: torch's process groups. nccl: zcomm's C++ communicator over NCCL, "
-        "for parameters on GPUs, with the same bits. auto: torch, until nccl is measured to be faster",
-        choices=("auto", "torch", "nccl"),
-        setting="backend",
-    )
-    kernels: str = key(
-        "auto",
-        "what encodes and decodes weights and gradients; the bits are the same. auto: what ZCOMM_KERNELS says",
-        choices=("auto", "native", "triton", "cuda", "reference"),
-        setting="kernels",
-    )
-    mode: str | None = key(
-        None,
-        "on several nodes, send 4-bit deltas of the parameters over the network after a step. delta: stages 1 and 2. "
-        "delta_hpz: stage 3, with a replica of the parameters in every node; gradients cross the network in 4 bits, "
-        "too, once a step and not per micro-batch",
-        choices=("delta_hpz", "delta"),
-        setting="mode",
-    )
-    residual_beta: float = key(
-        1.0,
-        "the residual of gradients is multiplied by it before it is added to the next step's gradients; at most 1. "
-        "Below 1 old residuals fade (LoCo's damping)",
-        is_positive=True,
-        setting="residual_beta",
-        active_if="delta_hpz",
-    )
-    residual_reset_interval: int = key(
-        0,
-        "steps after which the residual of gradients is reset to zero (LoCo's reset); 0: never",
-        minimum=0,
-        setting="residual_reset_interval",
-        active_if="delta_hpz",
     )
     activations: str | None = key(
         None,
@@ -209,13 +157,6 @@ class Zcomm:
         choices=("device", "cpu", "nvme"),
     )
     activations_nvme_path: str | None = key(None, "the folder for inputs on NVMe", active_if="activations nvme")
-    hpz_secondary_device: str = key(
-        "device",
-        "where the secondary partition of hpZ is stored",
-        choices=("device", "cpu"),
-        setting="hpz_secondary_device",
-        active_if="hpZ",
-    )
     keep_previous_states: bool = key(
         True,
         "keep the previous states on NVMe while new ones are written: a step that fails leaves the optimizer as it was "
@@ -239,6 +180,26 @@ class Zcomm:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CommsLogger:
+    """``comms_logger``."""
+
+    enabled: bool = key(
+        False,
+        "the engine's first rank prints what it has sent, by operation, format and link class: every steps_per_print "
+        "steps, and in destroy()",
+        false="off",
+    )
+    verbose: bool = key(False, "print after each step, for it alone", false="see enabled", active_if="comms_logger")
+    prof_all: bool = key(True, "print all operations", false="print those of prof_ops", active_if="comms_logger")
+    prof_ops: tuple[str, ...] = key(
+        (),
+        "operations to print unless prof_all: all_gather, reduce_scatter, all_reduce, all_to_all, control",
+        active_if="comms_logger",
+    )
+    debug: bool = key(False, "-", false="the same as true", inactive="DeepSpeed only: a log of callers")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
     """All keys."""
 
@@ -248,9 +209,7 @@ class Config:
     train_micro_batch_size_per_gpu: int | None = key(None, "samples per rank and backward", minimum=1)
     gradient_accumulation_steps: int | None = key(None, "backwards per step", minimum=1)
     managed_gradient_accumulation: bool = key(
-        True,
-        "the engine counts backwards up to the boundary",
-        false="set_gradient_accumulation_boundary() decides",
+        True, "the engine counts backwards up to the boundary", false="set_gradient_accumulation_boundary() decides"
     )
     gradient_clipping: float = key(
         0.0, "the largest global gradient norm; 0: off (DeepSpeed since 0.19, if absent: 1.0)", minimum=0
@@ -296,9 +255,7 @@ class Config:
     gradient_allreduce_op: str = key("mean", "mean over the ranks", choices=("mean", "sum"), unavailable="'sum'")
     dataloader_drop_last: bool = key(False, "drop an incomplete last batch", false="keep it")
     zcomm: Zcomm = section(Zcomm, "this library's own keys")
-    checkpoint: dict[str, Any] = key(
-        {}, "checkpoints", inactive="DeepSpeed's checkpoint format only", names=INERT_NAMES["checkpoint"]
-    )
+    checkpoint: dict[str, Any] = key({}, "checkpoints", inactive="DeepSpeed's checkpoint format only")
     sparse_gradients: bool = key(False, "-", false="off", unavailable="sparse gradients")
     disable_allgather: bool = key(False, "-", false="the same as true", inactive="parameters are always gathered")
     disable_python_gc: bool = key(False, "-", false="the same as true", inactive="no call runs the garbage collector")
@@ -308,48 +265,26 @@ class Config:
         False, "the engine prints the first rank's memory after each forward, backward and step", false="off"
     )
     comms_logger: CommsLogger = section(CommsLogger, "what is sent")
-    flops_profiler: dict[str, Any] = key({}, "-", inactive=MONITORING_ONLY, names=INERT_NAMES["flops_profiler"])
-    timers: dict[str, Any] = key({}, "-", inactive=MONITORING_ONLY, names=INERT_NAMES["timers"])
-    tensorboard: dict[str, Any] = key({}, "-", inactive=MONITORING_ONLY, names=INERT_NAMES["tensorboard"])
-    wandb: dict[str, Any] = key({}, "-", inactive=MONITORING_ONLY, names=INERT_NAMES["wandb"])
-    comet: dict[str, Any] = key({}, "-", inactive=MONITORING_ONLY, names=INERT_NAMES["comet"])
-    csv_monitor: dict[str, Any] = key({}, "-", inactive=MONITORING_ONLY, names=INERT_NAMES["csv_monitor"])
-    nebula: dict[str, Any] = key({}, "-", inactive="DeepSpeed's service only", names=INERT_NAMES["nebula"])
-    amp: dict[str, Any] = key(
-        {}, "-", unavailable="Apex AMP (use fp16, bf16 or torch_autocast)", names=REFUSED_NAMES["amp"]
-    )
-    elasticity: dict[str, Any] = key({}, "-", unavailable="elasticity", names=REFUSED_NAMES["elasticity"])
-    autotuning: dict[str, Any] = key({}, "-", unavailable="autotuning", names=REFUSED_NAMES["autotuning"])
-    compression_training: dict[str, Any] = key(
-        {}, "-", unavailable="compression", names=REFUSED_NAMES["compression_training"]
-    )
-    data_efficiency: dict[str, Any] = key(
-        {}, "-", unavailable="data efficiency", names=REFUSED_NAMES["data_efficiency"]
-    )
-    curriculum_learning: dict[str, Any] = key(
-        {}, "-", unavailable="curriculum learning", names=REFUSED_NAMES["curriculum_learning"]
-    )
-    progressive_layer_drop: dict[str, Any] = key(
-        {}, "-", unavailable="layer drop", names=REFUSED_NAMES["progressive_layer_drop"]
-    )
-    eigenvalue: dict[str, Any] = key({}, "-", unavailable="eigenvalues", names=REFUSED_NAMES["eigenvalue"])
-    quantize_training: dict[str, Any] = key(
-        {}, "-", unavailable="quantized training", names=REFUSED_NAMES["quantize_training"]
-    )
-    weight_quantization: dict[str, Any] = key(
-        {}, "-", unavailable="weight quantization", names=REFUSED_NAMES["weight_quantization"]
-    )
-    sparse_attention: dict[str, Any] = key(
-        {}, "-", unavailable="sparse attention", names=REFUSED_NAMES["sparse_attention"]
-    )
-    tensor_parallel: dict[str, Any] = key(
-        {}, "-", unavailable="tensor parallelism", names=REFUSED_NAMES["tensor_parallel"]
-    )
-    expert_parallel: dict[str, Any] = key(
-        {}, "-", unavailable="expert parallelism", names=REFUSED_NAMES["expert_parallel"]
-    )
-    pipeline: dict[str, Any] = key({}, "-", unavailable="pipeline parallelism", names=REFUSED_NAMES["pipeline"])
-    hybrid_engine: dict[str, Any] = key({}, "-", unavailable="the hybrid engine", names=REFUSED_NAMES["hybrid_engine"])
-    compile: dict[str, Any] = key(
-        {}, "-", unavailable="compilation (use torch.compile)", names=REFUSED_NAMES["compile"]
-    )
+    flops_profiler: dict[str, Any] = key({}, "-", inactive=MONITORING_ONLY)
+    timers: dict[str, Any] = key({}, "-", inactive=MONITORING_ONLY)
+    tensorboard: dict[str, Any] = key({}, "-", inactive=MONITORING_ONLY)
+    wandb: dict[str, Any] = key({}, "-", inactive=MONITORING_ONLY)
+    comet: dict[str, Any] = key({}, "-", inactive=MONITORING_ONLY)
+    csv_monitor: dict[str, Any] = key({}, "-", inactive=MONITORING_ONLY)
+    nebula: dict[str, Any] = key({}, "-", inactive="DeepSpeed's service only")
+    amp: dict[str, Any] = key({}, "-", unavailable="Apex AMP (use fp16, bf16 or torch_autocast)")
+    elasticity: dict[str, Any] = key({}, "-", unavailable="elasticity")
+    autotuning: dict[str, Any] = key({}, "-", unavailable="autotuning")
+    compression_training: dict[str, Any] = key({}, "-", unavailable="compression")
+    data_efficiency: dict[str, Any] = key({}, "-", unavailable="data efficiency")
+    curriculum_learning: dict[str, Any] = key({}, "-", unavailable="curriculum learning")
+    progressive_layer_drop: dict[str, Any] = key({}, "-", unavailable="layer drop")
+    eigenvalue: dict[str, Any] = key({}, "-", unavailable="eigenvalues")
+    quantize_training: dict[str, Any] = key({}, "-", unavailable="quantized training")
+    weight_quantization: dict[str, Any] = key({}, "-", unavailable="weight quantization")
+    sparse_attention: dict[str, Any] = key({}, "-", unavailable="sparse attention")
+    tensor_parallel: dict[str, Any] = key({}, "-", unavailable="tensor parallelism")
+    expert_parallel: dict[str, Any] = key({}, "-", unavailable="expert parallelism")
+    pipeline: dict[str, Any] = key({}, "-", unavailable="pipeline parallelism")
+    hybrid_engine: dict[str, Any] = key({}, "-", unavailable="the hybrid engine")
+    compile: dict[str, Any] = key({}, "-", unavailable="compilation (use torch.compile)")

@@ -11,7 +11,10 @@ import torch
 from zcomm import ConfigError, Topology, TopologyError, get_format
 from zcomm._collectives.auto_format import AUTO
 from zcomm._residuals.residual import check_damping
-from zcomm._transport.backend_choice import BackendName, BackendWish, KernelsName, check_names
+from zcomm._transport.backend_choice import BackendName, BackendWish, KernelsName  # noqa: F401  (inherited fields)
+from zero._config.keys import key, own_keys
+from zero._config.setting_keys import StageSettings, WireSettings
+from zero._config.value_types import check_document, read_value
 from zero._sharding.layout import ALIGN
 from zero._sharding.prefetch_plan import Limits
 from zero._sharding.stages import Stage, get_stage
@@ -25,68 +28,22 @@ UNQUANTIZED = ("none", "bf16", "fp16")
 """The cast formats."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ZeroSettings:
-    """The settings of ZeroOptimizer, with DeepSpeed's names where its ``zero_optimization`` has them."""
+@dataclass(frozen=True, kw_only=True)
+class ZeroSettings(StageSettings, WireSettings):
+    """The settings of ZeroOptimizer: the keys of docs/configuration.md that decide what is sharded, sent and kept.
 
-    stage: int = DEFAULT_STAGE
-    """What is sharded. 0: nothing; 1: optimizer states; 2: gradients, too; 3: parameters, too."""
-    quantized_weights: bool = False
-    """qwZ: weights are sent as INT8 blocks of 256. Stages 1, 2, 3."""
-    quantized_nontrainable_weights: bool = False
-    """Frozen weights are stored and sent as INT8 blocks of 256. Stage 3."""
-    quantized_gradients: bool = False
-    """qgZ: gradients are sent as INT4 blocks of 128 on both hops. Stages 1, 2, 3."""
-    hpz_partition_size: int = 1
-    """hpZ: the number of ranks per node; after a step's first gather, gathers stay inside the node. 1: off. Stage 3."""
-    hpz_secondary_device: str = "device"
-    """Where the secondary partition of hpZ is stored: "device", or "cpu" for host memory."""
-    weight_format: str | None = None
-    """Wire format of weights; overrides ``quantized_weights``. "auto": the one that ``zcomm probe`` found fastest for
-    the largest exchange."""
-    gradient_format: str | tuple[str, str] | None = None
-    """Wire format of gradients, or one for the intra-node and one for the inter-node hop; overrides
-    ``quantized_gradients``. Default: the parameters' dtype. "auto": as with weights."""
-    backend: BackendWish = "auto"
-    """What carries weights and gradients: "torch", torch's process groups; "nccl", zcomm's communicator over NCCL, for
-    parameters on GPUs; "auto": that of a given topology, else "torch" until "nccl" is measured to be faster."""
-    kernels: KernelsName = "auto"
-    """What encodes and decodes weights and gradients: "native", "triton", "cuda", "reference"; "auto":
-    those of a given topology, else what ``ZCOMM_KERNELS`` says."""
-    mode: str | None = None
-    """"delta_hpz" at stage 3: parameters are gathered inside the node, from replicas that receive the deltas of each
-    step. "delta" at stages 1 and 2: full parameters receive these deltas.
-    See :mod:`zero._config.delta_hpz_settings`."""
-    residual_beta: float = 1.0
-    """In (0, 1]: ``mode="delta_hpz"`` multiplies the residual of gradients by it before adding it to the next step's
-    gradients. Below 1 old residuals fade (LoCo's damping)."""
-    residual_reset_interval: int = 0
-    """Steps after which the residual of gradients is reset to zero (LoCo's reset); 0: never."""
+    Names are those of the keys, without ``zero_``. Values are checked and converted as in a configuration.
+    """
+
+    stage: int = key(DEFAULT_STAGE, "what is sharded", choices=(0, 1, 2, 3))
+    quantized_weights: bool = key(False, "zero_quantized_weights")
+    quantized_gradients: bool = key(False, "zero_quantized_gradients")
+    quantized_nontrainable_weights: bool = key(False, "zero_quantized_nontrainable_weights")
+    hpz_partition_size: int = key(1, "zero_hpz_partition_size", minimum=1)
+    gradient_accumulation_steps: int = key(1, "backwards per step", minimum=1)
+    """If it is set, stages 0 and 1 reduce once a step, at the last (``no_sync()`` does so, too)."""
     gradient_dtype: torch.dtype | None = None
     """The dtype that gradients accumulate in; default float32 (float64 for float64 parameters)."""
-    reduce_bucket_size: int = 500_000_000
-    """The most elements of one gradient exchange: a larger layer is split, and below stage 3 small ones share one."""
-    allgather_bucket_size: int = 500_000_000
-    """The most elements of one weight exchange."""
-    overlap_comm: bool = True
-    """Overlap exchanges with the computation. The bits are the same either way."""
-    gradient_accumulation_steps: int = 1
-    """Backwards per step. If it is set, stages 0 and 1 reduce once a step, at the last (``no_sync()`` does so, too)."""
-    stage3_prefetch_bucket_size: int = 50_000_000
-    """The most elements to prefetch, and never more than the largest layer has; 0: none."""
-    stage3_max_live_parameters: int = 1_000_000_000
-    """The most elements that are full at a time, beyond what running modules need. A larger module is gathered in
-    parts."""
-    stage3_max_reuse_distance: int = 1
-    """A layer stays full if fewer elements are used before its next use. 1: the last layer of forward; 0: none."""
-    stage3_param_persistence_threshold: int = 0
-    """Parameters with fewer elements are persistent: they stay full, and are gathered once a step."""
-    stage3_model_persistence_threshold: int = 2**63 - 1
-    """The most elements of persistent parameters."""
-    log_trace_cache_warnings: bool = False
-    """Log every change of the order in which layers are used, not only the first."""
-    ignore_unused_parameters: bool = True
-    """Parameters without a gradient on any rank are not updated; False: ``step()`` raises and names them."""
     tiers: Tiers = ON_DEVICE
     """Where states and parameters are stored: the sections ``offload_optimizer``, ``offload_param`` and ``aio``."""
 
@@ -108,36 +65,23 @@ class ZeroSettings:
 
     def __post_init__(self) -> None:
         """Refuse invalid values."""
-        get_stage(self.stage)
-        check_names(self.backend, self.kernels)
+        given = {name: getattr(self, name) for name in own_keys(ZeroSettings)}
+        check_document({name: value for name, value in given.items() if value is not None})
+        for name, definition in own_keys(ZeroSettings).items():
+            if given[name] is not None or definition.default is not None:
+                value = read_value(definition.kind, definition.key, given[name], name)
+                object.__setattr__(self, name, value)  # frozen
         self._check_auto()
-        for name in (
-            "hpz_partition_size",
-            "reduce_bucket_size",
-            "allgather_bucket_size",
-            "gradient_accumulation_steps",
-        ):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(f"{name} must be an integer of at least 1: {name}={value!r}")
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name.startswith("stage3_") and (
-                isinstance(value, bool) or not isinstance(value, int) or value < 0
-            ):
-                raise ConfigError(f"{field.name} must be an integer of at least 0: {field.name}={value!r}")
-            if isinstance(field.default, bool) and not isinstance(value, bool):
-                raise ConfigError(f"{field.name} must be True or False: {field.name}={value!r}")
-        if self.hpz_secondary_device not in ("device", "cpu"):
-            raise ConfigError(
-                f"hpz_secondary_device must be 'device' or 'cpu': hpz_secondary_device={self.hpz_secondary_device!r}"
-            )
-        if isinstance(self.residual_beta, bool) or not isinstance(self.residual_beta, (int, float)):
-            raise ConfigError(f"residual_beta must be a number: residual_beta={self.residual_beta!r}")
         check_damping(self.residual_beta, self.residual_reset_interval, prefix="residual_")
         allowed = (None, torch.float32, torch.bfloat16, torch.float16, torch.float64)
         if self.gradient_dtype not in allowed:
             raise ConfigError(f"gradient_dtype must be a floating dtype: gradient_dtype={self.gradient_dtype!r}")
+
+
+def setting_name(key_name: str) -> str:
+    """The setting that a key of ``zero_optimization`` or ``zcomm`` sets; empty if none."""
+    names = {field.name for field in fields(ZeroSettings)}
+    return next((name for name in (key_name, key_name.removeprefix("zero_")) if name in names), "")
 
 
 def nearest_setting(name: str, others: Iterable[str] = ()) -> str:
@@ -192,9 +136,9 @@ class Effective:
             f"{grads}, secondary partition (hpZ) {f'on, {self.secondary_location}' if self.has_secondary else 'off'}"
         )
         if self.sums_in_node:
-            text += f", replicas in every node (delta-hpZ), their changes as {self.change_format}"
+            text += f", replicas in every node (delta-hpZ), their deltas as {self.change_format}"
         elif self.change_format is not None:
-            text += f", changes of parameters as {self.change_format}"
+            text += f", deltas of parameters as {self.change_format}"
         text += f"; backend {self.backend}, kernels {self.kernels}"
         notes = [*self.details, *self.adjusted, *(f"inactive: {reason}" for reason in self.inactive)]
         return "; ".join([text, *notes])

@@ -93,9 +93,10 @@ def type_name(kind: Any) -> str:
 
 def _container_name(kind: Any) -> str:
     parts = get_args(kind)
-    if get_origin(kind) is not tuple or parts[0] is str:
-        return "an object" if get_origin(kind) is dict else "a list of strings"
-    return "a list of numbers" if parts[-1] is Ellipsis else f"a list of {len(parts)} numbers"
+    if get_origin(kind) is dict:
+        return "an object"
+    what = "strings" if parts[0] is str else "numbers"
+    return f"a list of {what}" if parts[-1] is Ellipsis else f"a list of {len(parts)} {what}"
 
 
 def shown(value: object) -> str:

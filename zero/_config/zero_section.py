@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zero._config.keys import key, section
+from zero._config.setting_keys import StageSettings
 
 FLAT = "parameters and gradients are always views of flat buckets"
 
@@ -19,10 +20,7 @@ class OffloadParam:
     """``offload_param``."""
 
     device: str = key(
-        "none",
-        "where sharded parameters are stored",
-        choices=("none", "cpu", "nvme"),
-        active_if="stage 3",
+        "none", "where sharded parameters are stored", choices=("none", "cpu", "nvme"), active_if="stage 3"
     )
     nvme_path: str | None = key(None, "folder for parameters on NVMe", active_if="offload_param nvme")
     buffer_count: int = key(5, "buffers between NVMe and memory", minimum=1, active_if="offload_param nvme")
@@ -79,22 +77,14 @@ class LeafModule:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ZeroOptimization:
+@dataclass(frozen=True, kw_only=True)
+class ZeroOptimization(StageSettings):
     """``zero_optimization``."""
 
-    stage: int = key(
-        0,
-        "what is sharded. 0: nothing, 1: optimizer states, 2: gradients, too, 3: parameters, too (without any "
-        "configuration ZeroOptimizer uses stage 1)",
-        choices=(0, 1, 2, 3),
-        setting="stage",
-    )
     zero_quantized_weights: bool = key(
         False,
         "qwZ: send weights as INT8 blocks of 256; at stages 1 and 2, too",
         false="send weights in their dtype",
-        setting="quantized_weights",
         active_if="stage 1+",
         aliases=("quantized_weights",),
     )
@@ -102,7 +92,6 @@ class ZeroOptimization:
         False,
         "qgZ: send gradients as INT4 blocks of 128 on both hops, also inside one node; at stages 1 and 2, too",
         false="send gradients in communication_data_type",
-        setting="quantized_gradients",
         active_if="stage 1+",
         aliases=("quantized_gradients",),
     )
@@ -110,7 +99,6 @@ class ZeroOptimization:
         1,
         "hpZ: the number of ranks per node; after a step's first gather, gathers stay inside the node. 1: off",
         minimum=1,
-        setting="hpz_partition_size",
         active_if="stage 3",
         aliases=("hpz_partition_size",),
     )
@@ -118,28 +106,7 @@ class ZeroOptimization:
         False,
         "store and send frozen weights as INT8 blocks of 256, but for persistent parameters",
         false="store and send them in their dtype",
-        setting="quantized_nontrainable_weights",
         active_if="stage 3",
-    )
-    reduce_bucket_size: int = key(
-        500_000_000,
-        "the most elements of one gradient exchange",
-        minimum=1,
-        maximum=math.inf,
-        setting="reduce_bucket_size",
-    )
-    allgather_bucket_size: int = key(
-        500_000_000,
-        "the most elements of one weight exchange",
-        minimum=1,
-        maximum=math.inf,
-        setting="allgather_bucket_size",
-    )
-    overlap_comm: bool = key(
-        True,
-        "overlap exchanges with the computation, at every stage (DeepSpeed: at stage 3)",
-        false="exchange, then compute; the bits are the same",
-        setting="overlap_comm",
     )
     contiguous_gradients: bool = key(True, "gradients in flat buffers", false="the same as true", inactive=FLAT)
     reduce_scatter: bool = key(
@@ -160,52 +127,6 @@ class ZeroOptimization:
         maximum=math.inf,
         active_if="offload_optimizer",
     )
-    stage3_prefetch_bucket_size: int = key(
-        50_000_000,
-        "the most elements to prefetch, and never more than the largest layer has (prefetching more hides no more "
-        "time); 0: none",
-        minimum=0,
-        maximum=math.inf,
-        setting="stage3_prefetch_bucket_size",
-        active_if="stage 3, overlapped",
-    )
-    stage3_param_persistence_threshold: int = key(
-        0,
-        "parameters with fewer elements are persistent, that is, stay full (DeepSpeed: 100,000; here they are sent "
-        "with their layer, so persistence saves bytes but no exchange)",
-        minimum=0,
-        maximum=math.inf,
-        aliases=("stage3_param_persitance_threshold",),
-        setting="stage3_param_persistence_threshold",
-        active_if="stage 3",
-    )
-    stage3_model_persistence_threshold: int = key(
-        2**63 - 1,
-        "the most elements of persistent parameters",
-        minimum=0,
-        maximum=math.inf,
-        setting="stage3_model_persistence_threshold",
-        active_if="stage 3",
-    )
-    stage3_max_live_parameters: int = key(
-        1_000_000_000,
-        "the most elements that are full at a time, beyond what running modules need; a larger module is gathered in "
-        "parts",
-        minimum=0,
-        maximum=math.inf,
-        setting="stage3_max_live_parameters",
-        active_if="stage 3",
-    )
-    stage3_max_reuse_distance: int = key(
-        1,
-        "a layer stays full if fewer elements are used before its next use. 1: the last layer, from forward to "
-        "backward; 0: none (DeepSpeed: 1e9, which keeps smaller models full: 2/3 of the bytes sent, with the memory of "
-        "stage 2)",
-        minimum=0,
-        maximum=math.inf,
-        setting="stage3_max_reuse_distance",
-        active_if="stage 3",
-    )
     stage3_module_granularity_threshold: int = key(
         0, "gather small modules as one", minimum=0, inactive="layers are always gathered as one"
     )
@@ -221,12 +142,6 @@ class ZeroOptimization:
         aliases=("stage3_gather_fp16_weights_on_model_save",),
         false="the same as true",
         inactive="model.state_dict() always holds full weights",
-    )
-    ignore_unused_parameters: bool = key(
-        True,
-        "parameters without a gradient are not updated",
-        false="step() raises an error that names them",
-        setting="ignore_unused_parameters",
     )
     compute_grad_norm: bool = key(
         True,
@@ -246,19 +161,10 @@ class ZeroOptimization:
         unavailable="LoCo's moving average of errors differs from our residuals: zcomm.mode=delta_hpz has error "
         "feedback, with zcomm.residual_beta (1 for an err_beta of 0) and zcomm.residual_reset_interval (in steps) for "
         "reset_T",
-        names=("err_beta", "reset_T"),
     )
     mics_shard_size: int = key(-1, "MiCS", unavailable="MiCS (zero_hpz_partition_size, hpZ, comes closest)")
     mics_hierarchical_params_gather: bool = key(False, "MiCS", false="off", inactive="MiCS only")
-    zenflow: dict[str, Any] | None = key(
-        None,
-        "asynchronous offload",
-        unavailable="zenflow",
-        names=(
-            *("topk_ratio", "select_strategy", "select_interval", "update_interval", "overlap_step", "offload"),
-            *("auto_ratio", "full_warm_up_rounds", "pt_reserved_cores_perc"),
-        ),
-    )
+    zenflow: dict[str, Any] | None = key(None, "asynchronous offload", unavailable="zenflow")
     load_from_fp32_weights: bool = key(
         True,
         "restore masters from float32 weights",
@@ -279,12 +185,5 @@ class ZeroOptimization:
     pipeline_loading_checkpoint: bool = key(False, "staged loading", false="-", inactive="DeepSpeed's format only")
     override_module_apply: bool = key(
         True, "Module.apply gathers first", false="-", inactive="zero.Init gathers where it is needed"
-    )
-    log_trace_cache_warnings: bool = key(
-        False,
-        "log every change of the order in which layers are used",
-        false="log only the first",
-        setting="log_trace_cache_warnings",
-        active_if="stage 3",
     )
     save_muon_momentum_buffer_in_memory: bool = key(False, "Muon on NVMe", false="-", inactive="Muon only")

@@ -1,4 +1,4 @@
-"""Sources of a gather: the primary partition, hpZ's secondary partition, or a replica; and its exchanges.
+"""Where a bucket's parameters come from (:class:`ParameterSource`), chosen once: by :func:`source_of`.
 
     Primary     the shards of all ranks               columns of the shards:  | first | ..., each of at most max_numel
     Secondary   the node's own copy (hpZ)             as many, contiguous:    |   0   |   1   |   2   | ...
@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -99,15 +100,69 @@ def _gather_columns(
     )
 
 
+class ParameterSource(Protocol):
+    """Fills the buffer of full parameters, in one or several exchanges."""
+
+    exchanges: Sequence[int]
+    """Elements that each exchange carries."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held on this rank besides the shard."""
+
+    @property
+    def reads_shard(self) -> bool:
+        """Whether the next gather reads this rank's shard."""
+
+    @property
+    def keeps_values(self) -> bool:
+        """Whether gathers after that do not, until the values change."""
+
+    def start(self, index: int, full: Tensor) -> Work | None:
+        """Start exchange number ``index`` of a gather into ``full``."""
+
+    def gathered(self, full: Tensor) -> None:
+        """All exchanges of a gather are complete."""
+
+    def values_changed(self) -> None:
+        """The shards have new values."""
+
+
+def source_of(bucket: Bucket, options: GatherOptions, effective: Effective) -> ParameterSource:
+    """The source of ``bucket``. Below stage 3, and for persistent parameters, only the shards are ever gathered."""
+    primary = Primary(bucket, options)
+    if bucket.is_persistent or not effective.stage.shards_parameters:
+        return primary
+    if effective.change_format is not None:
+        return Replica(bucket, options, effective.change_format, primary.exchanges)
+    return Secondary(primary, bucket, options) if effective.has_secondary else primary
+
+
+def replica_of(
+    bucket: Bucket, source: ParameterSource, options: GatherOptions, effective: Effective
+) -> Replica | FullReplica | None:
+    """What receives the deltas of ``bucket``; None: its parameters themselves are sent."""
+    if isinstance(source, Replica):
+        return source
+    if effective.change_format is None or bucket.is_persistent or not bucket.is_trainable:
+        return None
+    return FullReplica(bucket, options, effective.change_format)
+
+
 class Primary:
     """The shards of all ranks."""
+
+    nbytes, reads_shard, keeps_values = 0, True, False
 
     def __init__(self, bucket: Bucket, options: GatherOptions) -> None:
         self._bucket, self._options = bucket, options
         self._columns = options.columns(bucket.layout)
         self._row = options.topology.shard_index("local")
-        self.exchanges = [(stop - start) * options.topology.world_size for start, stop in self._columns]
-        """Elements that each exchange carries."""
+        self.exchanges: Sequence[int] = [(stop - start) * options.topology.world_size for start, stop in self._columns]
+
+    def gathered(self, full: Tensor) -> None: ...
+
+    def values_changed(self) -> None: ...
 
     def start(self, index: int, full: Tensor) -> Work | None:
         """Start exchange number ``index``."""
@@ -122,41 +177,46 @@ class Primary:
 
 
 class Secondary:
-    """The secondary partition inside the node (hpZ), divided like the exchanges of the primary partition."""
+    """The secondary partition inside the node (hpZ), divided like the exchanges of the primary partition.
 
-    def __init__(self, bucket: Bucket, options: GatherOptions, exchanges: Sequence[int]) -> None:
-        self._is_async = options.is_async
-        self._ends = list(accumulate(exchanges))
+    The first gather after a change is that of ``primary``, and fills it.
+    """
+
+    keeps_values = True
+
+    def __init__(self, primary: Primary, bucket: Bucket, options: GatherOptions) -> None:
+        self._primary, self._is_async, self.exchanges = primary, options.is_async, primary.exchanges
+        self._ends = list(accumulate(self.exchanges))
         on_host = options.secondary_on_host
         self._parts = [
             SecondaryPartition(options.topology, numel, bucket.dtype, device=bucket.device, is_on_host=on_host)
-            for numel in exchanges
+            for numel in self.exchanges
         ]
 
     @property
-    def is_valid(self) -> bool:
-        """Whether it has the parameters' present values."""
-        return all(part.is_valid for part in self._parts)
+    def reads_shard(self) -> bool:
+        return not all(part.is_valid for part in self._parts)
 
     @property
     def nbytes(self) -> int:
-        """Bytes held on this rank."""
         return sum(part.nbytes for part in self._parts)
 
-    def fill(self, full: Tensor) -> None:
-        """Keep this rank's part of ``full``."""
+    def gathered(self, full: Tensor) -> None:
+        """Keep this rank's part of ``full``, unless it has it."""
+        if not self.reads_shard:
+            return
         for part, end in zip(self._parts, self._ends, strict=True):
             part.fill(full[end - part.numel : end])
             if part.is_on_host:
                 record(KIND, "to_host", part.nbytes)
 
-    def invalidate(self) -> None:
-        """The parameters have changed: the next gather uses the primary partition."""
+    def values_changed(self) -> None:
         for part in self._parts:
             part.invalidate()
 
     def start(self, index: int, full: Tensor) -> Work | None:
-        """Start exchange number ``index``."""
+        if self.reads_shard:
+            return self._primary.start(index, full)
         part, end = self._parts[index], self._ends[index]
         if part.is_on_host:
             record(KIND, "to_device", part.nbytes)
@@ -169,22 +229,22 @@ class Replica:
     Every write back updates it, so it is always valid. See _config/delta_hpz_settings.py.
     """
 
+    reads_shard, keeps_values = False, True
+
     def __init__(self, bucket: Bucket, options: GatherOptions, format: str, exchanges: Sequence[int]) -> None:
-        self._bucket, self._is_async = bucket, options.is_async
+        self._bucket, self._is_async, self.exchanges = bucket, options.is_async, exchanges
         self.node = NodeReplica(
             options.topology, bucket.layout.shard_numel, bucket.dtype, format=format, device=bucket.device
         )
         self._ends = [end // options.topology.ranks_per_node for end in accumulate(exchanges)]
 
     @property
-    def is_valid(self) -> bool:
-        """Whether it has the parameters' present values."""
-        return True
-
-    @property
     def nbytes(self) -> int:
-        """Bytes held on this rank."""
         return self.node.nbytes
+
+    def gathered(self, full: Tensor) -> None: ...
+
+    def values_changed(self) -> None: ...
 
     @property
     def held(self) -> Tensor:

@@ -33,18 +33,20 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from enum import Enum
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from zcomm import DivergedError, Topology, Work, control
+from zcomm import DivergedError, Topology, control
 from zcomm._base import env
 from zcomm._transport import call_context
 from zcomm._transport.call_context import in_bucket
 from zero._config.settings import Effective, ZeroSettings
-from zero._gather.gather_sources import FullReplica, GatherOptions, Primary, Replica, Secondary
+from zero._gather.gather_sources import GatherOptions, replica_of, source_of
 from zero._sharding.bucket import Bucket, BucketState, ShardInfo, bump_versions
 from zero._sharding.buffer_pool import BufferPool, num_uses, storage_of
+from zero._sharding.phases import Phases, in_phase
 from zero._sharding.prefetch_plan import END_OF_BACKWARD, Limits, Prefetch, Schedule
 from zero._sharding.released import mark_stale
 from zero._storage.parameter_storage import ParameterStorage
@@ -87,12 +89,17 @@ class OrderCheck:
     """Compares what the ranks are about to gather.
 
     Args:
-        topology: The ranks. Creates its companion's companion, which is collective.
+        topology: The ranks of the gathers. Creates more process groups over them, which is collective.
     """
 
     def __init__(self, topology: Topology) -> None:
         self._watch = None if topology.world_size == 1 else topology.watch
-        self._ranks = topology if topology.world_size == 1 else topology.companion.companion
+        # Comparisons must match neither gathers, over ``topology``, nor reductions, over the companion. Over NCCL they
+        # go through host memory, where the companion has nothing else.
+        self._ranks = topology
+        if topology.world_size > 1:
+            of_reductions = topology.companion
+            self._ranks = of_reductions if of_reductions.is_on_nccl else of_reductions.companion
         self._num_unequal = 0
         self._doing: Callable[[], str] = lambda: "waits"
         self.is_always_on = env.is_set("ZERO_DEBUG")
@@ -100,7 +107,7 @@ class OrderCheck:
     def note(self, doing: Callable[[], str]) -> None:
         """Register what this rank is about to do; the deadlock watch calls ``doing`` for its report."""
         self._doing = doing
-        call_context.note(partial(_answer, weakref.ref(self)))
+        call_context.note_activity(partial(_answer, weakref.ref(self)))
         if self._watch is not None:
             self._watch.compose = _compose
 
@@ -147,6 +154,10 @@ def _compose(texts: Sequence[str]) -> str:
 logger = logging.getLogger("zero")
 
 
+BEING_STARTED: Any = object()
+"""The place of an exchange among those of a bucket until it has been started: an interrupt may come in between."""
+
+
 class Mode(Enum):
     """The kind of an iteration; each has a schedule of its own."""
 
@@ -166,38 +177,24 @@ class Gatherer:
         pool: BufferPool,
         storage: ParameterStorage,
         *,
+        phases: Phases | None = None,
         is_log_rank: bool = True,
     ) -> None:
-        topology, self.is_log_rank = options.topology, is_log_rank
+        topology, self.is_log_rank, self.phases = options.topology, is_log_rank, phases or Phases()
         self._buckets, self._topology, self._pool, self._storage = buckets, topology, pool, storage
         self._effective, self._logs_every_change = effective, settings.log_trace_cache_warnings
         self._is_active = effective.stage.shards_parameters
         self.options = options
-        self._primary = [Primary(bucket, self.options) for bucket in buckets]
-        exchanges = [source.exchanges for source in self._primary]
-        self._secondary: dict[int, Secondary | Replica] = {}
-        self.replicas: dict[int, Replica | FullReplica] = {}
+        self._sources = [source_of(bucket, options, effective) for bucket in buckets]
+        exchanges = [list(source.exchanges) for source in self._sources]
+        replicas = [replica_of(b, s, options, effective) for b, s in zip(buckets, self._sources, strict=True)]
+        self.replicas = {b.index: one for b, one in zip(buckets, replicas, strict=True) if one is not None}
         """By bucket, the replicas that deltas are sent to: in ``mode="delta_hpz"`` and ``mode="delta"``."""
-        changes = effective.change_format
-        for b in (b for b in buckets if not b.is_persistent):
-            if changes is not None and self._is_active:
-                replica = Replica(b, self.options, changes, exchanges[b.index])
-                self.replicas[b.index] = self._secondary[b.index] = replica
-            elif changes is not None and b.is_trainable:
-                self.replicas[b.index] = FullReplica(b, self.options, changes)
-            elif effective.has_secondary:
-                self._secondary[b.index] = Secondary(b, self.options, exchanges[b.index])
         limits = _within_layers(effective.limits, [sum(e) for e in exchanges])
         self._schedules = {mode: Schedule(exchanges, limits) for mode in Mode}
         self._check = OrderCheck(topology) if self._is_active else None
-        self._works: dict[int, list[Work | None]] = {}
-        """The exchanges started for each bucket that is being gathered."""
-        self._starting: int | None = None
-        """The bucket whose next exchange is being started, and is not in ``_works`` yet: an interrupt may come here."""
         self._in_use: dict[int, Schedule | None] = {}
         """Buckets in use, each with the schedule that recorded it."""
-        self._kept: set[int] = set()
-        """Full buckets that are not in use, and are kept for their next use."""
         self._warned: set[str] = set()
         self._last_mode = Mode.TRAINING
         self.checksum = 0
@@ -205,12 +202,15 @@ class Gatherer:
         self._num_divergences = 0 if self._check is None else self._check.num_divergences
         self.by_storage: dict[int, Bucket] = {}
 
+    @in_phase("gather")
     def acquire(self, bucket: Bucket, mode: Mode | None = None) -> None:
         """Make ``bucket`` FULL. With ``mode``, the use is part of an iteration, and is recorded in its order."""
         if not self._is_active or bucket.is_persistent:
             return
         starts = () if bucket.index in self._in_use else self._start_use(bucket, mode)
-        if bucket.state is not BucketState.FULL:
+        if bucket.state is BucketState.RESTING:
+            bucket.wake()
+        elif bucket.state is not BucketState.FULL:
             self._issue(bucket)
         for start in starts:
             self._issue(self._buckets[start.bucket], start.stop)
@@ -236,7 +236,6 @@ class Gatherer:
         assert self._check is not None, "stage 3 without an order check"
         self._start_over_if_diverged()
         self._in_use[bucket.index] = None
-        self._kept.discard(bucket.index)
         if mode is None:
             text = f"gathers {_describe(bucket)} outside of forward and backward"
             self._check.note(lambda: text)
@@ -298,20 +297,19 @@ class Gatherer:
         """Start those exchanges of ``bucket`` before number ``stop`` that have not started yet."""
         if bucket.state is BucketState.SHARDED:
             full = self._pool.take(bucket.layout.numel, bucket.dtype)
-            works: list[Work | None] = []
-            self._pool.lend(works, full)
             bucket.start_gathering(full)
-            self._works[bucket.index] = works
+            self._pool.lend(bucket.exchanges, full)
         if bucket.state is not BucketState.GATHERING:
             return
         assert bucket.full is not None, f"bucket {bucket.name!r} is being gathered without a buffer"
-        started, source = self._works[bucket.index], self._source(bucket)
-        for index in range(len(started), len(self._primary[bucket.index].exchanges) if stop is None else stop):
+        started, source = bucket.exchanges, self._sources[bucket.index]
+        if started and started[-1] is BEING_STARTED:  # it failed, and is tried again
+            started.pop()
+        for index in range(len(started), len(source.exchanges) if stop is None else stop):
             self.checksum = zlib.crc32(f"{bucket.index}.{index}".encode(), self.checksum)
-            self._starting = bucket.index
+            started.append(BEING_STARTED)
             with in_bucket(bucket.name):
-                started.append(source.start(index, bucket.full))
-            self._starting = None
+                started[index] = source.start(index, bucket.full)
 
     def _start_over_if_diverged(self) -> bool:
         """Whether the ranks have diverged since the last call; if so, drop plans and records: they may differ."""
@@ -329,14 +327,10 @@ class Gatherer:
             self._check.note(lambda: detail or call)
             self._check.compare(call, detail)
 
-    def _source(self, bucket: Bucket) -> Primary | Secondary | Replica:
-        secondary = self._secondary.get(bucket.index)
-        return secondary if secondary is not None and secondary.is_valid else self._primary[bucket.index]
-
     def _wait(self, bucket: Bucket) -> None:
         assert bucket.full is not None, f"bucket {bucket.name!r} is being gathered without a buffer"
         try:
-            self._pool.reclaim(self._works.pop(bucket.index), bucket.full)
+            self._pool.reclaim(bucket.exchanges, bucket.full)
         except DivergedError:
             bucket.storage.fetched()
             bucket.abandon()
@@ -347,9 +341,7 @@ class Gatherer:
         self._issue(bucket)
         self._wait(bucket)
         assert bucket.full is not None, f"bucket {bucket.name!r} is being gathered without a buffer"
-        secondary = self._secondary.get(bucket.index)
-        if isinstance(secondary, Secondary) and not secondary.is_valid:
-            secondary.fill(bucket.full)
+        self._sources[bucket.index].gathered(bucket.full)
         bucket.expose()
         self.by_storage[storage_of(bucket.full)] = bucket
 
@@ -360,12 +352,13 @@ class Gatherer:
     def _upcoming(self, mode: Mode) -> Iterator[tuple[ShardStorage, int]]:
         """Shards to fetch next, each from an exchange on; into the next iteration, if their values do not change."""
         schedule = self._schedules[mode]
-        num_started = {index: len(works) for index, works in self._works.items()}
-        filled = {index for index, secondary in self._secondary.items() if secondary.is_valid}
+        gathering = (bucket for bucket in self._buckets if bucket.state is BucketState.GATHERING)
+        num_started = {bucket.index: len(bucket.exchanges) for bucket in gathering}
+        filled = {index for index, source in enumerate(self._sources) if not source.reads_shard}
         for index in schedule.upcoming():
             if index not in filled:
                 yield self._buckets[index].storage, num_started.pop(index, 0)
-                filled.update(self._secondary.keys() & {index})
+                filled |= {index} if self._sources[index].keeps_values else set()
         for index in schedule.next_iteration():
             if index not in filled and not (mode is Mode.TRAINING and self._buckets[index].is_trainable):
                 yield self._buckets[index].storage, 0
@@ -376,17 +369,17 @@ class Gatherer:
 
     def release_if_unneeded(self, bucket: Bucket, *, may_keep: bool = True) -> None:
         """Release ``bucket`` unless it is needed; ``may_keep``: or the plan keeps it for its next use."""
-        if not self._is_active or bucket.is_persistent or bucket.is_needed:
+        if not self._is_active or bucket.is_persistent or bucket.is_held():
             return
         if bucket.index in self._in_use:
             schedule = self._in_use.pop(bucket.index)
-            if schedule is not None and schedule.end_use(bucket.index) and may_keep:
-                self._kept.add(bucket.index)
-        if bucket.index not in self._kept:
+            if schedule is not None and schedule.end_use(bucket.index) and may_keep and bucket.is_full:
+                bucket.rest()
+        if bucket.state is not BucketState.RESTING:
             self._release(bucket)
 
     def _release(self, bucket: Bucket) -> None:
-        if bucket.state is BucketState.FULL:
+        if bucket.is_full:
             full = bucket.release()
             self.by_storage.pop(storage_of(full), None)
             # Two uses are this tensor and the pool's; any other is a view, which must not see the next gather's values.
@@ -400,14 +393,14 @@ class Gatherer:
                 torch.clear_autocast_cache()
 
     def _drop_idle(self, buckets: Iterable[Bucket]) -> None:
-        """Release the buckets that are kept or prefetched."""
+        """Release the buckets that rest or are prefetched."""
         for bucket in buckets:
             if bucket.index in self._in_use or bucket.is_persistent:
                 continue
-            self._kept.discard(bucket.index)
             if bucket.state is BucketState.GATHERING:
-                if bucket.index not in self._works or self._starting == bucket.index:
-                    self._forget_gather(bucket)
+                if BEING_STARTED in bucket.exchanges:
+                    # An interrupt broke it off. Its buffer is never reused: an exchange may still fill it.
+                    bucket.abandon()
                     continue
                 with suppress(DivergedError):
                     self._wait(bucket)
@@ -416,18 +409,12 @@ class Gatherer:
                     self._pool.give(full)
             self._release(bucket)
 
-    def _forget_gather(self, bucket: Bucket) -> None:
-        """Forget a gather that an interrupt broke off. Its buffer is never reused: an exchange may still fill it."""
-        self._works.pop(bucket.index, None)
-        self._starting = None
-        bucket.abandon()
-
     def release_all(self) -> None:
         """Release every bucket, prefetched ones too: no forward or backward is running."""
         if not self._is_active:
             return
         for bucket in self._buckets:
-            bucket.forward_depth, bucket.is_held_by_backward, bucket.is_pinned = 0, False, False
+            bucket.drop_all()
             self.release_if_unneeded(bucket)
         self._drop_idle(self._buckets)
 
@@ -476,15 +463,13 @@ class Gatherer:
         if self._is_active:
             self._drop_idle(buckets)
         for bucket in buckets:
-            secondary = self._secondary.get(bucket.index)
-            if isinstance(secondary, Secondary):
-                secondary.invalidate()
+            self._sources[bucket.index].values_changed()
         self._read_ahead(Mode.TRAINING)
 
     @property
     def secondary_nbytes(self) -> int:
         """Bytes of the secondary partitions."""
-        return sum(secondary.nbytes for secondary in self._secondary.values())
+        return sum(source.nbytes for source in self._sources)
 
 
 def _bucket_of(param: nn.Parameter) -> Bucket:

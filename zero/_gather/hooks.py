@@ -30,11 +30,11 @@ from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves
 
 from zcomm import StateError
-from zcomm._transport.call_context import stacks_of
+from zcomm._transport.stacks import stacks_of
 from zero._gather.gatherer import Gatherer, Mode
 from zero._gather.saved_tensors import SavedTensors, SavingHooks
 from zero._gradients.reducer import Reducer
-from zero._sharding.bucket import Bucket
+from zero._sharding.bucket import Bucket, Hold
 from zero._sharding.stages import Stage
 from zero._sharding.units import Unit, external_parameters, is_compiled, own_parameters
 
@@ -116,21 +116,11 @@ class Hooks:
     Args:
         gatherer: Gathers its parameters.
         reducer: Reduces its gradients.
-        should_reduce: Whether a backward reduces; called once for each backward.
-        discard_step: Drops the gradients of a step, and its backwards so far.
         stage: Below 3 only gradients are hooked.
     """
 
-    def __init__(
-        self,
-        gatherer: Gatherer,
-        reducer: Reducer,
-        should_reduce: Callable[[], bool],
-        discard_step: Callable[[], None],
-        stage: Stage,
-    ) -> None:
-        self._discard_step = discard_step
-        self._gatherer, self._reducer, self._should_reduce = gatherer, reducer, should_reduce
+    def __init__(self, gatherer: Gatherer, reducer: Reducer, stage: Stage) -> None:
+        self._gatherer, self._reducer = gatherer, reducer
         self._shards_parameters = stage.shards_parameters
         self._buckets_of: dict[nn.Module, list[Bucket]] = {}
         self._unit_modules: set[nn.Module] = set()
@@ -196,7 +186,7 @@ class Hooks:
             )
         if bucket not in self._buckets_of[module]:
             self._buckets_of[module].append(bucket)
-            bucket.forward_depth += 1
+            bucket.hold(Hold.FORWARD)
         self._gatherer.acquire(bucket, self._mode)
         return True
 
@@ -231,7 +221,7 @@ class Hooks:
 
     def abort_step(self) -> None:
         """Drop the gradients of a step that was interrupted, and release what is gathered."""
-        self._discard_step()
+        self._reducer.discard_step()
         self._gatherer.release_all()
         self._gatherer.abandon_iteration(Mode.TRAINING)
 
@@ -293,8 +283,9 @@ class Hooks:
         if is_recomputing:  # under activation checkpointing
             self._start_backward()
         for bucket in self._buckets_of[module]:
-            bucket.forward_depth += 1
-            bucket.is_held_by_backward |= is_recomputing
+            bucket.hold(Hold.FORWARD)
+            if is_recomputing:
+                bucket.hold(Hold.BACKWARD)
             self._gatherer.acquire(bucket, self._mode)
         if module in self._unit_modules and torch.is_grad_enabled():
             # Not leaves: those outlive the step, and would collect one hook per step.
@@ -307,8 +298,8 @@ class Hooks:
 
     def _unpin(self) -> None:
         for bucket in self._gatherer.by_storage.copy().values():
-            if bucket.is_pinned:
-                bucket.is_pinned = False
+            if bucket.is_held(Hold.VIEW):
+                bucket.drop(Hold.VIEW)
                 self._gatherer.release_if_unneeded(bucket)
 
     def _check_thread(self, *, is_in_backward: bool) -> None:
@@ -347,11 +338,11 @@ class Hooks:
         for tensor in outputs:
             aliased = self._saved.bucket_under(tensor)
             if aliased is not None:  # a parameter, or a view of one, leaves the module: a release would invalidate it
-                aliased.is_pinned = True
+                aliased.hold(Hold.VIEW)
             if uses_in_backward and tensor.requires_grad:
                 tensor.register_hook(lambda _: self._start_of_use_in_backward(buckets))  # type: ignore[no-untyped-call]
         for bucket in buckets:
-            bucket.forward_depth = max(bucket.forward_depth - 1, 0)
+            bucket.drop(Hold.FORWARD)
             self._gatherer.release_if_unneeded(bucket, may_keep=output is not None)
 
     def _start_backward(self) -> None:
@@ -364,17 +355,17 @@ class Hooks:
                 # Ours takes the gradient away, so hooks that users added after it would find none: make it the last.
                 if len(hooks) > 1:
                     hooks[ours] = hooks.pop(ours)  # autograd does not notice move_to_end()
-            self._reducer.start_backward(reduces_now=self._should_reduce())
+            self._reducer.start_backward()
 
     def _start_of_use_in_backward(self, buckets: list[Bucket]) -> None:
         self._start_backward()
         for bucket in buckets:
-            bucket.is_held_by_backward = True
+            bucket.hold(Hold.BACKWARD)
             self._gatherer.acquire(bucket, Mode.TRAINING)
 
     def _end_of_use_in_backward(self, buckets: list[Bucket]) -> None:
         for bucket in buckets:
-            bucket.is_held_by_backward = False
+            bucket.drop(Hold.BACKWARD)
             self._gatherer.release_if_unneeded(bucket)
 
     def _end_backward(self, running: RunningBackward) -> None:  # noqa: ARG002  (kept alive by being an argument)
@@ -387,5 +378,5 @@ class Hooks:
             self.abort_step()
             raise
         for bucket in self._gatherer.by_storage.copy().values():
-            bucket.is_held_by_backward = False
+            bucket.drop(Hold.BACKWARD)
             self._gatherer.release_if_unneeded(bucket)

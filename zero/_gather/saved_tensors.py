@@ -21,7 +21,7 @@ from torch import Tensor
 
 from zcomm import StateError
 from zero._gather.gatherer import Gatherer, Mode
-from zero._sharding.bucket import Bucket
+from zero._sharding.bucket import Bucket, Hold
 from zero._sharding.buffer_pool import storage_of
 
 SavingHooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
@@ -160,9 +160,9 @@ class SavedTensors:
         is_in_backward = torch._C._current_graph_task_id() != -1
         if is_in_backward:
             self._start_backward()
-            bucket.is_held_by_backward = True
+            bucket.hold(Hold.BACKWARD)
         else:
-            bucket.is_pinned = True
+            bucket.hold(Hold.VIEW)
         self._gatherer.acquire(bucket, Mode.TRAINING if is_in_backward else None)
         assert bucket.full is not None, f"bucket {bucket.name!r} is FULL without a buffer"
         view = bucket.full.as_strided(saved.size, saved.stride, saved.offset)

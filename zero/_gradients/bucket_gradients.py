@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from zcomm import NodeSums, Work
-from zero._optim.gradient_files import FileGradient
 from zero._sharding.bucket import Bucket
 from zero._sharding.released import ReducedGradient
-from zero._storage.host_gradient import HostGradient
+from zero._storage.gradient_store import GradientStore
 
 
 @dataclass(slots=True)
@@ -20,18 +19,16 @@ class BucketGrads:
 
     bucket: Bucket
     dtype: torch.dtype
-    result: Tensor | None = None
-    """This rank's shard of the reduced sum; below stage 2 the buffer's own rows. None from stage 2 on with ``host``."""
-    host: HostGradient | FileGradient | None = None
-    """The reduced sum, if it is stored in host memory or in a file."""
-    spare: HostGradient | None = None
+    store: GradientStore
+    """The reduced sum of this rank's shard."""
+    spare: GradientStore | None = None
     """A second one: a delayed update may still read the first while the next step's gradients arrive."""
+    rows: Tensor | None = None
+    """Stages 0 and 1: this rank's rows of ``full``, which reductions write."""
     node_sums: NodeSums | None = None
     """``mode="delta_hpz"``: gradients summed inside the node that did not cross the network yet."""
     full: Tensor | None = None
     """The buffer of local gradients that are not reduced yet; permanent at stages 0 and 1."""
-    earlier_sum: Tensor | None = None
-    """Stages 0 and 1: a copy of an earlier sum of this step, whose memory the next local gradients overwrite."""
     written: list[bool] = field(default_factory=list)
     """Slots of ``full`` that hold a local gradient."""
     stand_ins: list[ReducedGradient] = field(default_factory=list)
@@ -104,8 +101,7 @@ class BucketGrads:
         self.repeated.pop(slot, None)
         if not any(self.used):
             self.has_result = False
-            if self.host is not None:
-                self.host.clear()
+            self.store.clear()
         at, base = self.bucket.layout.slots[slot], row * self.bucket.layout.shard_numel
         pieces = [piece for piece in self.bucket.layout.pieces(row) if piece.slot == slot]
 
@@ -113,13 +109,8 @@ class BucketGrads:
             for piece in pieces:
                 sums[piece.start - base : piece.stop - base].zero_()
 
-        if self.host is not None:
-            if self.has_result:
-                self.host.change(forget)
-        elif self.result is not None:
-            forget(self.result)
-        if self.earlier_sum is not None:
-            forget(self.earlier_sum)
+        if self.has_result or self.store.is_on_device:
+            self.store.change(forget)
         if self.full is not None:
             self.full[at.offset : at.end].zero_()
 
@@ -127,11 +118,6 @@ class BucketGrads:
     def has_sums(self) -> bool:
         """Whether there are gradients that are summed inside the node only."""
         return self.node_sums is not None and not self.node_sums.is_empty
-
-    @property
-    def is_in_file(self) -> bool:
-        """Whether the reduced sum is stored in a file."""
-        return isinstance(self.host, FileGradient)
 
 
 @dataclass(slots=True)

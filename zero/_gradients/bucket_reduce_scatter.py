@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from zcomm import LayoutError, NodeSums, Residual, Span, Topology, Work, reduce_scatter_single
-from zcomm._residuals.grad_scaler import LossScaling
+from zcomm._residuals.grad_scaler import UserLossScale
 from zcomm._transport.call_context import in_bucket
 from zero._config.settings import UNQUANTIZED, Effective, ZeroSettings
 from zero._gradients.bucket_gradients import BucketGrads
@@ -29,7 +29,7 @@ from zero._sharding.layout import Slot
 WIRE_NAMES = {torch.float32: "none", torch.float64: "none", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
-class Reduction:
+class GradientReduceScatter:
     """The exchanges of gradients over ``topology``."""
 
     def __init__(self, topology: Topology, settings: ZeroSettings, effective: Effective) -> None:
@@ -43,7 +43,7 @@ class Reduction:
         """The loss scale of gradients, if this library has one."""
         self.is_unscaled = False
         """Whether the gradients of this step are unscaled already."""
-        self._scaling = LossScaling("auto", self._forget)
+        self._scaling = UserLossScale("auto", self._forget)
         self._residuals: list[Residual] = []
 
     def _forget(self) -> None:

@@ -22,6 +22,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -29,14 +30,17 @@ from torch import Tensor
 from zcomm import DivergedError, StateError, Topology, Work, all_gather_single, control
 from zcomm._transport.call_context import outside_public_call
 from zero._config.settings import Effective, ZeroSettings
+from zero._gradients.accumulation import Accumulation
 from zero._gradients.bucket_gradients import BucketGrads, InFlight
-from zero._gradients.bucket_reduce_scatter import Reduction, commit, forget_slot, roll_back
+from zero._gradients.bucket_reduce_scatter import GradientReduceScatter, commit, forget_slot, roll_back
 from zero._gradients.grad_attribute import GradAttributes, check_dense
 from zero._gradients.step_consistency import OTHER_GATHERS, StepFacts
-from zero._optim.gradient_files import FileGradient, GradientFiles
+from zero._optim.gradient_files import GradientFiles
 from zero._sharding.bucket import Bucket, master_dtype
 from zero._sharding.buffer_pool import BufferPool
+from zero._sharding.phases import Phases, in_phase
 from zero._sharding.released import ReducedGradient
+from zero._storage.gradient_store import DeviceGradient, GradientStore, rounded
 from zero._storage.host_gradient import HostGradient
 
 logger = logging.getLogger("zero")
@@ -79,6 +83,34 @@ MAX_IN_FLIGHT = 2  # reductions at a time; each holds a full gradient buffer
 SIMILAR_SIZE = 1 + 1 / (MAX_IN_FLIGHT + 2)
 
 
+class GradientConsumer(Protocol):
+    """Uses the reduced gradients between backward and step."""
+
+    rounds_means: bool
+    """Whether each mean is rounded to the parameters' dtype, as copies to host memory are."""
+
+    def reduced(self) -> None:
+        """A backward has reduced its gradients."""
+
+    def edited(self, own: Tensor) -> None:
+        """This rank's part of a reduced gradient was set to ``own`` by a user. Called on every rank."""
+
+    def check_settable(self, name: str) -> None:
+        """Raise if it is too late in the step to adopt a gradient that a user set for parameter ``name``."""
+
+
+class NoConsumer:
+    """Before there is an optimizer."""
+
+    rounds_means = False
+
+    def reduced(self) -> None: ...
+
+    def edited(self, own: Tensor) -> None: ...
+
+    def check_settable(self, name: str) -> None: ...
+
+
 class Reducer:
     """Collects and reduces the gradients of all trainable buckets."""
 
@@ -91,14 +123,16 @@ class Reducer:
         pool: BufferPool,
         gathers: Callable[[], int],
         files: GradientFiles | None = None,
+        phases: Phases | None = None,
     ) -> None:
+        self.phases = phases or Phases()
         # Two sets of process groups: some ranks may still have reductions in flight when others start the agreement. On
         # one group, torch would match the agreement of one rank with a reduction of another.
         self._topology, self._agreeing = topologies
         self._settings, self._effective, self._pool = settings, effective, pool
         self._gathers, self._files = gathers, files
         """``gathers`` returns the checksum of the gathers so far."""
-        self._stage, self.reduction = effective.stage, Reduction(topologies[0], settings, effective)
+        self._stage, self.reduction = effective.stage, GradientReduceScatter(topologies[0], settings, effective)
         self.all = [self._new(bucket) for bucket in buckets if bucket.is_trainable]
         self.by_bucket = {grads.bucket.index: grads for grads in self.all}
         self._largest = max((grads.bucket.layout.numel for grads in self.all), default=0)
@@ -109,65 +143,57 @@ class Reducer:
         self.shown = GradAttributes(self.all, is_full=not self._stage.shards_states)
         self.facts = StepFacts(self.all)
         self.reduces_now = self._reaches_all_nodes = self.ends_step = True
-        self.holds_unreduced = False
-        """Whether any rank may hold unreduced gradients of ``no_sync``; the same on every rank."""
-        self.is_last: Callable[[], bool] = lambda: True
-        """Whether the running backward is the last of a step."""
-        self.rounds_means = False
-        """Whether each mean is rounded to the parameters' dtype, as copies to host memory are."""
-        self.on_reduced: Callable[[], None] = lambda: None
-        """Called when a backward has reduced its gradients."""
-        self.on_edit: Callable[[Tensor], None] = lambda _values: None
-        """Called on every rank with this rank's part of a reduced gradient that a user has set."""
-        self.check_settable: Callable[[str], None] = lambda _name: None
-        """Raises if it is too late in the step to adopt a gradient that a user set for this parameter."""
+        self.accumulation = Accumulation(
+            settings.gradient_accumulation_steps, reduces_each=self._stage.reduces_every_micro_batch
+        )
+        self.consumer: GradientConsumer = NoConsumer()
+        """Uses the reduced gradients: set once, by the optimizer that is made after this."""
         self.has_cleared = False
         """Whether a user has cleared a gradient since the last reduction."""
 
     def _new(self, bucket: Bucket) -> BucketGrads:
         dtype = self._settings.gradient_dtype or master_dtype(bucket.dtype)
-        grads = BucketGrads(bucket, dtype)
+        full, rows, shard_numel = None, None, bucket.layout.shard_numel
+        if not self._stage.shards_gradients:
+            full = torch.zeros(bucket.layout.numel, dtype=dtype, device=bucket.device)
+            start = self._topology.shard_index("local") * shard_numel
+            rows = full[start : start + shard_numel]
+        grads = BucketGrads(bucket, dtype, self._new_store(bucket, dtype, rows), full=full, rows=rows)
         grads.written, grads.used, grads.reduced = ([False] * len(bucket.params) for _ in range(3))
         grads.shown = [None] * len(bucket.params)
         for slot, param in zip(bucket.layout.slots, bucket.params, strict=True):
             if param.dtype != dtype:
                 param.grad_dtype = dtype  # autograd, too, sums a parameter's several uses in it
             grads.stand_ins.append(ReducedGradient.of(slot.name, param.shape, dtype, param.device))
-        shard_numel = bucket.layout.shard_numel
-        if self._files is not None and bucket in self._files.groups_of:
-            grads.host = self._files.new(bucket, self._mean_dtype(grads), dtype)
-        elif bucket.host is not None:
-            grads.host = HostGradient(shard_numel, self._mean_dtype(grads), dtype, bucket.host)
-        if self._stage.shards_gradients:
-            if grads.host is None:
-                grads.result = torch.zeros(shard_numel, dtype=dtype, device=bucket.device)
-        else:
-            grads.full = torch.zeros(bucket.layout.numel, dtype=dtype, device=bucket.device)
-            grads.result = self._own_rows(grads, grads.full)
         self.reduction.prepare(grads)
         return grads
 
-    def _mean_dtype(self, grads: BucketGrads) -> torch.dtype:
+    def _new_store(self, bucket: Bucket, dtype: torch.dtype, rows: Tensor | None) -> GradientStore:
+        numel = bucket.layout.shard_numel
+        if self._files is not None and bucket in self._files.groups_of:
+            return self._files.new(bucket, self._mean_dtype(bucket, dtype), dtype)
+        if bucket.host is not None:
+            return HostGradient(numel, self._mean_dtype(bucket, dtype), dtype, bucket.host)
+        return DeviceGradient(torch.zeros(numel, dtype=dtype, device=bucket.device) if rows is None else rows)
+
+    def _mean_dtype(self, bucket: Bucket, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which means are copied to the host: that of the exchange, if it sends a plain dtype."""
-        wire, dtype = self._effective.gradient_formats, grads.bucket.dtype
+        wire = self._effective.gradient_formats
         is_exact = wire is not None and "none" in wire
-        return grads.dtype if is_exact or dtype.itemsize >= grads.dtype.itemsize else dtype
+        return dtype if is_exact or bucket.dtype.itemsize >= dtype.itemsize else bucket.dtype
 
-    def _own_rows(self, grads: BucketGrads, full: Tensor) -> Tensor:
-        start = self._topology.shard_index("local") * grads.bucket.layout.shard_numel
-        return full[start : start + grads.bucket.layout.shard_numel]
-
-    def start_backward(self, *, reduces_now: bool) -> None:
-        """A backward starts; ``reduces_now`` is False within ``no_sync`` and accumulation windows."""
-        self._cursor, self.reduces_now = 0, reduces_now
-        self.holds_unreduced |= not reduces_now
-        self.ends_step = self.is_last()
+    def start_backward(self) -> None:
+        """A backward starts."""
+        self._cursor, self.reduces_now = 0, self.accumulation.start_backward()
+        self.facts.count(is_deferred=self.accumulation.is_deferred)
+        self.ends_step = self.accumulation.is_boundary
         self._reaches_all_nodes = not self.reduction.stays_in_node or self.ends_step
         self._adopt_user_gradients()
         for grads in self.all:
             grads.arrived.clear()
         self.shown.hide()
 
+    @in_phase("reduce")
     def take_gradient(self, grads: BucketGrads, slot: int) -> None:
         """Take the ``.grad`` that autograd has set for parameter number ``slot``, and reduce complete buckets."""
         param = grads.bucket.params[slot]
@@ -194,15 +220,14 @@ class Reducer:
                 dtype, numel = grads.dtype, grads.bucket.layout.numel
                 # With unreduced gradients of no_sync, another rank may have the buffer in the wider dtype already, and
                 # all ranks must exchange the same.
-                if self.reduces_now and not self.holds_unreduced:
+                if self.reduces_now and not self.accumulation.holds_unreduced:
                     dtype = self.reduction.travel_dtype(grads)
                 room = self._largest if self._largest <= SIMILAR_SIZE * numel else numel
                 grads.full = self._pool.take(room, dtype)[:numel]
             return grads.full
         self._finish([flight for flight in self._in_flight if flight.grads is grads])
-        if grads.has_result and not any(grads.written) and grads.host is None:
-            assert grads.result is not None, "has_result without a result"
-            grads.earlier_sum, grads.has_result = grads.result.clone(), False
+        if grads.has_result and not any(grads.written):
+            grads.has_result = not grads.store.set_aside()
         assert grads.full is not None, "stages 0 and 1 keep the full gradient buffer"
         return grads.full
 
@@ -215,16 +240,17 @@ class Reducer:
             self._cursor += 1
             self._issue(grads)
 
+    @in_phase("reduce")
     def end_backward(self) -> None:
         """Reduce the remaining buckets (G1), wait for all reductions, and set ``.grad`` (G2)."""
         if self.reduces_now:
             self._agree_and_issue_rest()
         self._finish(list(self._in_flight))
-        self.holds_unreduced &= not self.reduces_now
+        self.accumulation.holds_unreduced &= not self.reduces_now
         self._gather_results()
         self.shown.show()
         if self.reduces_now and self._reaches_all_nodes:
-            self.on_reduced()
+            self.consumer.reduced()
 
     def _agree_and_issue_rest(self) -> None:
         """Agree on what each rank has used and issued, so that all ranks make the same exchanges (G1)."""
@@ -286,10 +312,12 @@ class Reducer:
         layout, full = grads.bucket.layout, self._writable(grads)
         grads.complete(full)
         borrowed = [full] if self._stage.shards_gradients else []
-        output = grads.result if self._reaches_all_nodes else None
-        # A second exchange of the bucket needs an output of its own: the first may still write to the result.
-        is_second = grads.has_result or self._is_in_flight(grads)
-        if self._reaches_all_nodes and (output is None or (is_second and grads.host is None)):
+        output = None
+        if self._reaches_all_nodes:
+            # A second exchange of the bucket needs an output of its own: the first may still write to the result.
+            output = grads.store.target(is_first=not grads.has_result and not self._is_in_flight(grads))
+            output = grads.rows if output is None and not grads.store.is_on_device else output
+        if self._reaches_all_nodes and output is None:
             output = self._pool.take(layout.shard_numel, grads.dtype)  # added to the sum, or offloaded, when complete
             borrowed.append(output)
         works = self.reduction.start(grads, full, output)
@@ -323,17 +351,9 @@ class Reducer:
 
     def _take_mean(self, grads: BucketGrads, mean: Tensor) -> None:
         """Add ``mean`` to the reduced sum."""
-        if grads.host is not None:
-            grads.host.add(mean)
-            return
-        assert grads.result is not None, "a reduction without a result buffer"
-        if self.rounds_means and self._mean_dtype(grads) != mean.dtype:
-            mean.copy_(mean.to(self._mean_dtype(grads)))
-        if mean is not grads.result:
-            grads.result.add_(mean)
-        if grads.earlier_sum is not None:
-            grads.result.add_(grads.earlier_sum)
-            grads.earlier_sum = None
+        if self.consumer.rounds_means and grads.store.is_on_device:
+            mean = rounded(mean, self._mean_dtype(grads.bucket, grads.dtype))
+        grads.store.add(mean)
 
     def _gather_results(self) -> None:
         """Stage 0: gather the full averaged gradient on every rank.
@@ -343,11 +363,11 @@ class Reducer:
         for grads in self._order:
             if grads.has_result and not grads.is_gathered and not self._stage.shards_states:
                 assert grads.full is not None, "stage 0 keeps the full gradient buffer"
-                assert grads.result is not None, "a reduction without a result buffer"
+                assert grads.rows is not None, "stage 0 keeps this rank's rows of it"
                 for start, stop in grads.bucket.layout.chunks(self._settings.reduce_bucket_size):
                     columns = grads.full.view(self._topology.world_size, -1)[:, start:stop]
-                    output = grads.full if stop - start == grads.result.numel() else columns
-                    all_gather_single(output, grads.result[start:stop], self._topology, numbering="local")
+                    output = grads.full if stop - start == grads.rows.numel() else columns
+                    all_gather_single(output, grads.rows[start:stop], self._topology, numbering="local")
                 grads.is_gathered = True
 
     def _adopt_user_gradients(self, *, checks: bool = False) -> bool:
@@ -355,7 +375,7 @@ class Reducer:
         changed = self.shown.changed()
         theirs = [(one.grads, one.slot, one.grad, one.name) for one in changed if one.grad is not None]
         if theirs and checks:
-            self.check_settable(theirs[0][3])
+            self.consumer.check_settable(theirs[0][3])
         if changed:
             self.shown.end_edits()
         for one in changed:
@@ -379,12 +399,11 @@ class Reducer:
             with suppress(DivergedError):
                 self._finish(self._in_flight[:1])
         for grads in self.all:
-            grads.has_result, grads.agreed, grads.earlier_sum = False, False, None
+            grads.has_result, grads.agreed = False, False
             grads.arrived.clear()
             grads.repeated.clear()
             roll_back(grads)
-            if grads.host is not None:
-                grads.host.clear()
+            grads.store.clear()
             grads.written, grads.used, grads.reduced = ([False] * len(grads.used) for _ in range(3))
             if self._stage.shards_gradients and grads.full is not None:
                 self._pool.give(grads.full)
@@ -393,11 +412,16 @@ class Reducer:
         self.facts.num_backwards, self.facts.is_deferred = 0, False
         self.reduces_now, self.has_cleared, self.reduction.is_unscaled = True, False, False
 
+    def discard_step(self) -> None:
+        """Drop all gradients: the next backward is the first of a new step."""
+        self.zero()
+        self.accumulation.restart()
+
     def commit(self) -> None:
         """The step is applied: residuals of its exchanges count from the next step on."""
         commit(self.all)
 
-    def detach_host_sums(self) -> list[HostGradient]:
+    def detach_host_sums(self) -> list[GradientStore]:
         """Drop every gradient, but leave those in host memory to the caller: the next step uses other memory.
 
         Without that, a delayed update would read gradients of the next step.
@@ -405,11 +429,11 @@ class Reducer:
         Returns:
             The gradients in host memory; the caller clears them before the next call.
         """
-        handed: list[HostGradient] = []
+        handed: list[GradientStore] = []
         for grads in self.all:
-            if isinstance(grads.host, HostGradient):
-                handed.append(grads.host)
-                grads.host, grads.spare = grads.spare or grads.host.new_like(), grads.host
+            if (spare := grads.spare or grads.store.new_like()) is not None:
+                handed.append(grads.store)
+                grads.store, grads.spare = spare, grads.store
         self.zero()
         return handed
 
@@ -428,14 +452,12 @@ class Reducer:
             return None
         if not grads.has_result:
             raise StateError(f"gradients must be reduced before they are used: bucket={grads.bucket.name!r}")
-        if grads.host is not None:
-            return grads.host.values(wide=wide)
-        return grads.result if self._stage.shards_states else grads.full
+        return grads.store.values(wide=wide) if self._stage.shards_states else grads.full
 
     def change(self, grads: BucketGrads, edit: Callable[[Tensor], object]) -> None:
         """Call ``edit`` on the reduced gradient, if there is one, in the dtype of sums."""
-        if isinstance(grads.host, FileGradient) and grads.has_result and any(grads.used):
-            grads.host.change(edit)
+        if grads.store.is_in_file and grads.has_result and any(grads.used):
+            grads.store.change(edit)
         elif (result := self.results(grads, wide=True)) is not None:
             with self.shown.writing():
                 edit(result)

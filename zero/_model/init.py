@@ -20,7 +20,7 @@ from zcomm import ConfigError, LayoutError
 from zero._config.offload_sections import tiers_of
 from zero._config.parse import Configuration, Source, read_source
 from zero._config.resolved import choose_topology, resolve_config
-from zero._model.init_shards import Construction
+from zero._model.init_shards import BuiltParameters
 from zero._ranks.distributed import data_parallel, init_distributed, is_first_of_job, local_device
 from zero._ranks.rank_errors import is_agreed, on_every_rank, raise_on_every_rank
 from zero._storage.parameter_storage import InitFiles
@@ -144,8 +144,7 @@ class Init:
         mpu: Any = None,
         **options: Any,
     ) -> None:
-        self._is_enabled = enabled
-        self._construction: Construction | None = None
+        self._construction: BuiltParameters | None = None
         if not enabled:
             return
         init_distributed()
@@ -167,7 +166,7 @@ class Init:
         if remote_device == "nvme" and configuration is not None:
             tiers = tiers_of(configuration.values, stage=3)
             files = InitFiles(str(tiers.parameters.path), tiers.files, topology)
-        self._construction = Construction(topology, device=device, dtype=chosen, files=files)
+        self._construction = BuiltParameters(topology, device=device, dtype=chosen, files=files)
         if module is not None:
             self._partition_existing(module, materialize)
 

@@ -30,18 +30,18 @@ from zcomm import ConfigError, StateError, Topology, all_gather_single, control
 from zcomm._transport import backend
 from zero._model.model_checks import check_memory
 from zero._ranks.rank_errors import on_every_rank
-from zero._sharding.bucket import Bucket, BucketState, ShardInfo, is_managed
+from zero._sharding.bucket import Bucket, BucketState, Hold, ShardInfo, is_managed
 from zero._sharding.buffer_pool import storage_of
 from zero._sharding.layout import BucketLayout
 from zero._sharding.released import make_released, nan_filled
-from zero._storage.file_shard_storage import FileShard
+from zero._storage.file_shard import FileShard
 from zero._storage.parameter_storage import InitFiles
 
 
-def construction_of(param: nn.Parameter) -> Construction | None:
-    """The Construction that holds the shards of ``param``, or None: not built under zero.Init, or adopted already."""
+def construction_of(param: nn.Parameter) -> BuiltParameters | None:
+    """The BuiltParameters that hold the shards of ``param``, or None: not built under zero.Init, or adopted already."""
     owner = getattr(getattr(param, "zero_shard", None), "owner", None)
-    return owner if isinstance(owner, Construction) else None
+    return owner if isinstance(owner, BuiltParameters) else None
 
 
 def is_built(param: nn.Parameter) -> bool:
@@ -49,7 +49,7 @@ def is_built(param: nn.Parameter) -> bool:
     return construction_of(param) is not None
 
 
-class Construction:
+class BuiltParameters:
     """The parameters that were built within one ``zero.Init``.
 
     Args:
@@ -60,12 +60,7 @@ class Construction:
     """
 
     def __init__(
-        self,
-        topology: Topology,
-        *,
-        device: torch.device,
-        dtype: torch.dtype | None,
-        files: InitFiles | None = None,
+        self, topology: Topology, *, device: torch.device, dtype: torch.dtype | None, files: InitFiles | None = None
     ) -> None:
         self.topology, self.device, self.dtype, self._files = topology, device, dtype, files
         self.is_closed = False
@@ -197,7 +192,7 @@ class Construction:
             bucket.expose()
 
     def _release_if_unneeded(self, bucket: Bucket) -> None:
-        if bucket.state is BucketState.FULL and not bucket.is_needed:
+        if bucket.state is BucketState.FULL and not bucket.is_held():
             bucket.release()
 
     def gather_for_use(self, params: Iterable[nn.Parameter]) -> bool:
@@ -209,7 +204,7 @@ class Construction:
         self.close_unused(but=buckets)
         on_every_rank(lambda: None, self.topology, fact=f"use {[info.name for info in infos]}")
         for bucket in buckets:
-            bucket.is_pinned = True
+            bucket.hold(Hold.VIEW)
             with _without_torch_modes():
                 self._acquire(bucket)
             self._open[bucket] = _num_uses(bucket)
@@ -221,9 +216,7 @@ class Construction:
         if not candidates:
             return
         on_every_rank(
-            lambda: self._check_tied(candidates),
-            self.topology,
-            fact=f"close {[bucket.name for bucket in candidates]}",
+            lambda: self._check_tied(candidates), self.topology, fact=f"close {[bucket.name for bucket in candidates]}"
         )
         with _without_torch_modes():
             is_used = [int(_num_uses(bucket) > self._open[bucket]) for bucket in candidates]
@@ -232,7 +225,7 @@ class Construction:
                 if even_used or not held:
                     del self._open[bucket]
                     self._broadcast_values(bucket, 0)
-                    bucket.is_pinned = False
+                    bucket.drop(Hold.VIEW)
                     self._release_if_unneeded(bucket)
 
     def _check_tied(self, buckets: Iterable[Bucket]) -> None:
@@ -267,14 +260,14 @@ class Construction:
         """Gather ``buckets`` for the block. Collective."""
         on_every_rank(lambda: None, self.topology, fact=f"gather {[bucket.name for bucket in buckets]}")
         for bucket in buckets:
-            bucket.forward_depth += 1
+            bucket.hold(Hold.ACCESS)
             with _without_torch_modes():
                 self._acquire(bucket)
         try:
             yield
         finally:
             for bucket in buckets:
-                bucket.forward_depth -= 1
+                bucket.drop(Hold.ACCESS)
                 self._release_if_unneeded(bucket)
 
     @contextmanager

@@ -17,7 +17,7 @@ from zcomm import ConfigError
 from zero._sharding.released import is_released
 
 
-class Extent(NamedTuple):
+class AddressRange(NamedTuple):
     """The address range of a tensor, from its first element to its last."""
 
     start: int
@@ -52,7 +52,7 @@ def check_memory(tensors: Iterable[tuple[str, Tensor]]) -> None:
         tensors: Each tensor once, with a label for errors. Tensors without values are ignored.
     """
     extents = sorted((_extent(label, t) for label, t in tensors if has_memory(t)), key=lambda e: e.start)
-    before: list[Extent] = []
+    before: list[AddressRange] = []
     for extent in extents:
         tensor = extent.tensor
         if tensor.requires_grad and any(
@@ -84,12 +84,12 @@ def has_memory(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_meta and tensor.numel() > 0
 
 
-def _extent(label: str, tensor: Tensor) -> Extent:
+def _extent(label: str, tensor: Tensor) -> AddressRange:
     last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return Extent(tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size(), label, tensor)
+    return AddressRange(tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size(), label, tensor)
 
 
-def _overlap(a: Extent, b: Extent) -> bool:
+def _overlap(a: AddressRange, b: AddressRange) -> bool:
     """Whether two tensors with overlapping extents share an element; two columns of a matrix do not."""
     size = a.tensor.element_size()
     if size != b.tensor.element_size() or (a.start - b.start) % size:
@@ -99,7 +99,7 @@ def _overlap(a: Extent, b: Extent) -> bool:
     return bool(torch.isin(_elements(a, a.start), _elements(b, a.start)).any())
 
 
-def _elements(extent: Extent, origin: int) -> Tensor:
+def _elements(extent: AddressRange, origin: int) -> Tensor:
     """The positions of all elements, relative to ``origin``, [numel]."""
     size = extent.tensor.element_size()
     first, last = (extent.start - origin) // size, (extent.stop - origin) // size

@@ -93,9 +93,7 @@ def _cut_into_units(model: nn.Module, settings: ZeroSettings, effective: Effecti
         return split_off_persistent(find_units(model), set(), model)
     units = find_units(model, effective.limits.live_numel)
     persistent = choose_persistent(
-        units,
-        less_than=settings.stage3_param_persistence_threshold,
-        total=settings.stage3_model_persistence_threshold,
+        units, less_than=settings.stage3_param_persistence_threshold, total=settings.stage3_model_persistence_threshold
     )
     return split_off_persistent(units, persistent, model)
 

@@ -4,11 +4,11 @@
     thread                                    | update k: masters, moments, staged parameters
 
 Invariants:
-    D1  Forward and backward k+1 read the parameters after update k-1: an update writes to staged parameters, which
+    U1  Forward and backward k+1 read the parameters after update k-1: an update writes to staged parameters, which
         nobody reads before they are written back.
-    D2  Nobody else touches what an update reads and writes: gradients are handed off, settings are copies, and whoever
+    U2  Nobody else touches what an update reads and writes: gradients are handed off, settings are copies, and whoever
         reads masters or states finishes the update first.
-    D3  Finishing is not writing back, so looking at a run does not change it. Whoever changes something writes back
+    U3  Finishing is not writing back, so looking at a run does not change it. Whoever changes something writes back
         first.
 
 Each update runs with its own step's gradients, factor and settings. The inner optimizer is therefore copied, except for
@@ -39,7 +39,7 @@ from zero._optim.state_files import StateFiles
 from zero._optim.step_pieces import step_pieces
 from zero._ranks.rank_errors import on_every_rank
 from zero._sharding.bucket import Bucket
-from zero._storage.host_gradient import HostGradient
+from zero._storage.gradient_store import GradientStore
 
 
 class DelayedStep:
@@ -59,14 +59,14 @@ class DelayedStep:
         inner: Optimizer,
         pieces: Sequence[MasterPiece],
         factor: float,
-        gradients: Sequence[HostGradient],
+        gradients: Sequence[GradientStore],
         files: StateFiles | None,
         fail: Callable[[Exception], None],
     ) -> None:
         self._inner, self._factor, self._gradients, self._fail = inner, factor, gradients, fail
         self._leaves = [
             [(param, param.detach()) for param in group["params"]] for group in inner.param_groups
-        ]  # the same memory with a .grad of its own (D2); parameters without a gradient keep their positions
+        ]  # the same memory with a .grad of its own (U2); parameters without a gradient keep their positions
         leaf_of = {id(param): leaf for pairs in self._leaves for param, leaf in pairs}
         self._pieces = [replace(piece, master=leaf_of[id(piece.master)]) for piece in pieces]
         for piece, copied in zip(pieces, self._pieces, strict=True):
@@ -143,7 +143,8 @@ class DelayedUpdate:
     """Runs at most one update at a time, in a thread.
 
     Args:
-        buckets: The buckets with delayed updates, all in host memory or files.
+        buckets: The buckets with delayed updates, all in host memory or files. None if updates are not delayed: then
+            there is never anything to finish.
         topology: The ranks.
 
     Cost: two shards of host memory in the parameters' dtype, and another gradient.
@@ -158,7 +159,7 @@ class DelayedUpdate:
             assert bucket.host is not None, "a delayed update of a bucket on the device"
             numel = bucket.layout.shard_numel
             # Two buffers: update k writes to one while the parameters of update k - 1, in the other, are written back
-            # (D1; tests/zero/test_delayed_update.py). Zeros: a shard that is all padding is never written, but sent.
+            # (U1; tests/zero/test_delayed_update.py). Zeros: a shard that is all padding is never written, but sent.
             self._memory[bucket] = [bucket.host.empty(numel, bucket.dtype).zero_() for _ in range(2)]
         self._finished: dict[Bucket, Tensor] = {}
         """Parameters that are not written back yet."""
@@ -167,6 +168,11 @@ class DelayedUpdate:
         """None while there is a job: it has failed, and :meth:`finish` runs it again."""
         # One thread: updates must run in order.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="zero-update")
+
+    @property
+    def is_used(self) -> bool:
+        """Whether any updates are delayed."""
+        return bool(self.buckets)
 
     @property
     def has_pending_update(self) -> bool:

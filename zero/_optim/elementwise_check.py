@@ -244,7 +244,7 @@ class _Trial:
         """The first way of cutting that changes the result."""
         full, last = [self._tensors], max(run.group for run in self._tensors)
         ways: dict[str, tuple[Ranks, int]] = {
-            "it draws random numbers, of which every rank has its own": (full, 1),
+            "it draws random numbers, which differ between ranks": (full, 1),
             "it updates the same elements as a vector and as a matrix differently": ([[r.flat for r in full[0]]], 0),
             "an update depends on other elements of the tensor": ([[p for r in full[0] for p in _halves(r)]], 0),
             "an update depends on other tensors of the group": (

@@ -23,12 +23,7 @@ KNOWN: dict[str, type[Optimizer]] = {
     if isinstance(cls, type) and issubclass(cls, Optimizer) and cls is not Optimizer
 } | {"lion": Lion}
 """torch's optimizers and Lion, by their names in lower case."""
-ON_HOST: dict[str, type[Optimizer]] = {
-    "adam": CPUAdam,
-    "adamw": CPUAdam,
-    "adagrad": CPUAdagrad,
-    "lion": CPULion,
-}
+ON_HOST: dict[str, type[Optimizer]] = {"adam": CPUAdam, "adamw": CPUAdam, "adagrad": CPUAdagrad, "lion": CPULion}
 """zero's own optimizers for host memory."""
 
 

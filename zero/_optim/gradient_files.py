@@ -197,6 +197,7 @@ class GradientFiles:
 class FileGradient:
     """The reduced gradient of one bucket, summed over micro-batches: a HostGradient in a file."""
 
+    is_on_device, is_in_file = False, True
     tensors: tuple[Tensor, ...] = ()
     """None: the gradient holds no memory."""
 
@@ -210,6 +211,15 @@ class FileGradient:
         """Its dtype in the file."""
         self.is_nonfinite = False
         """Whether it has a NaN or an infinity, as far as it was written."""
+
+    def target(self, *, is_first: bool) -> None:  # noqa: ARG002
+        return None  # means are copied from the device
+
+    def set_aside(self) -> bool:
+        return False
+
+    def new_like(self) -> None:
+        return None  # a delayed update reads gradients in host memory
 
     def add(self, mean: Tensor) -> None:
         """Add a mean, on the device, [numel]; the caller may overwrite it afterwards."""

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from zcomm import LayoutError, StateError, Topology, ZcommError, control
-from zcomm._transport.fingerprint import compare_once
+from zcomm._transport.environment_check import compare_once
 
 Result = TypeVar("Result")
 

@@ -77,9 +77,8 @@ def measure(runtime: Runtime, optimizer: Optimizer) -> MemoryReport:
     stored = [b.storage.nbytes for b in buckets]
     masters = _nbytes([b.master for b in buckets if b.master is not b.shard], seen)
     states = [v for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
-    grads = [
-        t for g in runtime.reducer.all for t in (g.result, None if stage.shards_gradients else g.full) if t is not None
-    ] + [t for g in runtime.reducer.all if g.host is not None for t in g.host.tensors]
+    grads = [g.full for g in runtime.reducer.all if g.full is not None and not stage.shards_gradients]
+    grads += [tensor for g in runtime.reducer.all for tensor in g.store.tensors]
     moments = _nbytes(states, seen)
     spares = [t for g in runtime.reducer.all if g.spare is not None for t in g.spare.tensors]
     unreduced = [g.full for g in runtime.reducer.all] if stage.shards_gradients else []
@@ -109,7 +108,7 @@ def measure(runtime: Runtime, optimizer: Optimizer) -> MemoryReport:
             "states on their way": 0 if runtime.state_files is None else runtime.state_files.store.buffers.nbytes,
             "gradients on their way": 0 if gradient_files is None else gradient_files.store.buffers.nbytes,
             "gradients of a delayed update": _nbytes(spares, seen),
-            "parameters of a delayed update": 0 if runtime.delayed is None else runtime.delayed.nbytes,
+            "parameters of a delayed update": runtime.delayed.nbytes,
             "persistent parameters": _nbytes([b.full for b in buckets if b.is_persistent and b.full is not None], seen),
         },
         gradients_in_files=0 if gradient_files is None else gradient_files.nbytes,

@@ -9,11 +9,9 @@ Called by :class:`zero.ZeroOptimizer`, which adds the optimizer, and by :mod:`ze
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import wraps
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,8 +35,9 @@ from zero._runtime.initial_values import gather_partitioned, partition_model
 from zero._runtime.suspended_memory import SuspendedMemory
 from zero._runtime.untracked_edits import check_model_unchanged
 from zero._runtime.write_back import WriteBack
-from zero._sharding.bucket import Bucket, BucketState, ShardInfo, is_managed, master_dtype
+from zero._sharding.bucket import Bucket, Hold, ShardInfo, is_managed, master_dtype
 from zero._sharding.buffer_pool import BufferPool
+from zero._sharding.phases import Phases, in_phase
 from zero._storage.parameter_storage import ParameterStorage, ShardPlan
 from zero._storage.tier_settings import Tier
 
@@ -57,7 +56,7 @@ class Runtime:
         self.gradient_files: GradientFiles | None = None
         self.file_update: FileUpdate | None = None
         """Updates masters and moments in files; set by :meth:`open_states`, once there is an optimizer."""
-        self.pool = BufferPool(self.buckets[0].device)
+        self.pool, self.phases = BufferPool(self.buckets[0].device), Phases()
         self.since_ns = time.time_ns()  # when this state was constructed or last loaded
         self.state_dicts: object | None = None
         """A ``StateDicts``: it makes ``model.state_dict()`` and ``load_state_dict()`` work on sharded parameters."""
@@ -67,8 +66,8 @@ class Runtime:
         """Whether ``model.state_dict()``, called on every rank, gives the masters' values at every stage."""
         self.left_out: frozenset[nn.Parameter] = frozenset()
         """Parameters that ``model.state_dict()`` leaves out."""
-        self.delayed: DelayedUpdate | None = None
-        """Runs updates during the next step; None: updates are not delayed."""
+        self.delayed = DelayedUpdate([], topology)
+        """Runs updates during the next step; of no buckets, if updates are not delayed."""
         self.states: OptimizerStates | None = None
         """The inner optimizer's states by parameter, once there is an optimizer."""
         options = gather_options(settings, self.effective, topology)
@@ -79,7 +78,14 @@ class Runtime:
         own_numel = sum(bucket.layout.shard_numel for bucket in self.buckets)
         self.effective = self.effective.with_notes(details=self.parameter_storage.described(own_numel))
         self.gatherer = Gatherer(
-            self.buckets, options, settings, self.effective, self.pool, self.parameter_storage, is_log_rank=is_log_rank
+            self.buckets,
+            options,
+            settings,
+            self.effective,
+            self.pool,
+            self.parameter_storage,
+            phases=self.phases,
+            is_log_rank=is_log_rank,
         )
         self.compare, self.is_closed = self.gatherer.compare, False
         self._write_back = WriteBack(topology, self.stage, self.gatherer, self.parameter_storage, self.state_files)
@@ -126,18 +132,20 @@ class Runtime:
         files = self.gradient_files = self._open_gradients()
         self.reducer = on_every_rank(
             lambda: Reducer(
-                self.buckets, topologies, settings, self.effective, self.pool, lambda: self.gatherer.checksum, files
+                self.buckets,
+                topologies,
+                settings,
+                self.effective,
+                self.pool,
+                lambda: self.gatherer.checksum,
+                files,
+                self.phases,
             ),
             topology,
         )
-        self.reducer.is_last = lambda: self.is_boundary
-        self.hooks = Hooks(self.gatherer, self.reducer, self._should_reduce, self.discard_step, self.stage)
+        self.hooks = Hooks(self.gatherer, self.reducer, self.stage)
         self._attach()
         self.hooks.install(self.model, plan.units, plan.buckets_of_unit)
-        self._syncs = True
-        self._num_backwards = 0
-        self.boundary: bool | None = None
-        """Whether the next step ends with this backward, if the engine or the user sets it; None: counted here."""
 
     def _open_gradients(self) -> GradientFiles | None:
         """Create the file for the gradients whose masters are in files, if there are any. Collective.
@@ -170,47 +178,20 @@ class Runtime:
         if self.suspended is not None:
             raise StateError(f"{', '.join(self.suspended.kinds)} are offloaded to the host: call reload_states() first")
 
-    def _should_reduce(self) -> bool:
-        self._num_backwards += 1
-        self.reducer.facts.count(is_deferred=not self._syncs)
-        return self._syncs and (self.is_boundary or self.stage.reduces_every_micro_batch)
-
-    @property
-    def is_boundary(self) -> bool:
-        """Whether the running or last backward completes the gradient of a step."""
-        if self.boundary is not None:
-            return self.boundary
-        return self._num_backwards % self.settings.gradient_accumulation_steps == 0
-
     @property
     def is_within_step(self) -> bool:
         """Whether gradients of a step that is not taken yet are held."""
-        return self._num_backwards > 0 and not self.reducer.is_empty
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        before, self._syncs = self._syncs, False
-        # Set on every rank, also where no backward runs inside: the next reduction must be the same call on all ranks.
-        self.reducer.holds_unreduced = True
-        try:
-            yield
-        finally:
-            self._syncs = before
-            self.reducer.holds_unreduced = True
-
-    def discard_step(self) -> None:
-        """Drop all gradients: the next backward is the first of a new step."""
-        self.reducer.zero()
-        self._num_backwards = 0
+        return self.reducer.accumulation.num_started > 0 and not self.reducer.is_empty
 
     def step_ended(self) -> None:
         """Start the next step's bookkeeping, and release what is gathered or in flight: it has the old values."""
-        self._num_backwards = 0
+        self.reducer.accumulation.restart()
         self.reducer.facts.end_step(self.reducer.shown.edits())
         self.gatherer.release_all()
         self.gatherer.end_iteration(Mode.TRAINING)
         self.pool.drop_unused()
 
+    @in_phase("gather")
     def write_back(
         self,
         buckets: list[Bucket],
@@ -249,15 +230,15 @@ class Runtime:
     @property
     def has_pending_update(self) -> bool:
         """Whether parameters lack an update that is running, or is not written back yet."""
-        return self.delayed is not None and self.delayed.has_pending_update
+        return self.delayed.has_pending_update
 
     def finish_update(self, *, writes_back: bool = False) -> None:
         """Wait for a delayed update, if one runs; collective then.
 
         ``writes_back`` also gives parameters the new values. Callers that only read masters leave it False: looking at
-        a run must not change it (D3 of :mod:`zero._optim.delayed_update`).
+        a run must not change it (U3 of :mod:`zero._optim.delayed_update`).
         """
-        if self.delayed is None or not self.delayed.has_pending_update:
+        if not self.delayed.has_pending_update:
             return
         self.delayed.finish()
         buckets = self.delayed.write_shards() if writes_back else []
@@ -266,7 +247,7 @@ class Runtime:
         self.write_back(buckets, are_written=True)
         for bucket in buckets:
             # A bucket that is gathered right now keeps its buffer, so its values are replaced in place.
-            if self.stage.shards_parameters and not bucket.is_persistent and bucket.state is BucketState.FULL:
+            if self.stage.shards_parameters and not bucket.is_persistent and bucket.is_full:
                 own = on_every_rank(bucket.storage.read, self.topology).to(bucket.device)
                 assert bucket.full is not None, f"bucket {bucket.name!r} is full without a buffer"
                 for work in start_gather(bucket, bucket.full, own, self.gatherer.options):
@@ -281,13 +262,13 @@ class Runtime:
         """Hold ``buckets`` full inside."""
         self.check_not_suspended()
         for bucket in buckets:
-            bucket.forward_depth += 1
+            bucket.hold(Hold.ACCESS)
         try:
             self.gatherer.acquire_all(buckets)
             yield
         finally:
             for bucket in buckets:
-                bucket.forward_depth = max(bucket.forward_depth - 1, 0)
+                bucket.drop(Hold.ACCESS)
                 self.gatherer.release_if_unneeded(bucket)
 
     @contextmanager
@@ -388,41 +369,15 @@ class Runtime:
         self.hooks.remove()
         self._write_back.close()
         self.is_closed = True
-        if self.delayed is not None:
-            self.delayed.close()
+        self.delayed.close()
         self._close_files()
         with torch._C.DisableTorchFunctionSubclass():
             for bucket in self.buckets:
-                bucket.is_pinned = True
+                bucket.hold(Hold.VIEW)
                 for param in bucket.params:
                     param.grad = None
                     if bucket.is_trainable:
                         param.grad_dtype = param.dtype
-                    if bucket.state is BucketState.FULL:
+                    if bucket.is_full:
                         del param.zero_shard  # type: ignore[attr-defined]
         self.parameter_storage.close()
-
-
-def time_exchanges(runtime: Runtime, timed: Callable[[str], AbstractContextManager[None]]) -> None:
-    """Run everything that gathers parameters or reduces gradients inside ``timed`` from now on.
-
-    ``timed("gather")`` is entered for each gather that is started and waited for, and for the write-back of a step;
-    ``timed("reduce")`` for each gradient that arrives, and for the end of each backward.
-    """
-    gatherer, reducer = runtime.gatherer, runtime.reducer
-    for owner, names, phase in (
-        (gatherer, ("acquire",), "gather"),
-        (runtime, ("write_back",), "gather"),
-        (reducer, ("take_gradient", "end_backward"), "reduce"),
-    ):
-        for name in names:
-            setattr(owner, name, _within(timed, phase, getattr(owner, name)))
-
-
-def _within(timed: Callable[[str], AbstractContextManager[None]], phase: str, call: Callable[..., Any]) -> Any:
-    @wraps(call)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        with timed(phase):
-            return call(*args, **kwargs)
-
-    return wrapped

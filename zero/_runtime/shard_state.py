@@ -84,7 +84,7 @@ def load_masters(runtime: Runtime, buckets: Sequence[Bucket], masters: Sequence[
 
 def _delayed(runtime: Runtime) -> dict[str, Any] | None:
     """The number of updates, and the shards of parameters that lack the last one."""
-    if runtime.delayed is None:
+    if not runtime.delayed.is_used:
         return None
     stale = {bucket.index: shard for bucket, shard in runtime.delayed.stale_shards().items()}
     return {"num_updates": runtime.delayed.num_updates, "published": stale}
@@ -93,7 +93,7 @@ def _delayed(runtime: Runtime) -> dict[str, Any] | None:
 def restore_parameters(runtime: Runtime, saved: Mapping[str, Any]) -> None:
     """Give parameters that lacked the last update their saved values, not the masters'. Collective."""
     delayed, content = runtime.delayed, saved.get("delayed")
-    if delayed is None or content is None:
+    if not delayed.is_used or content is None:
         return
     delayed.num_updates = content["num_updates"]
     stale = {bucket: content["published"][bucket.index] for bucket in delayed.buckets if content["published"]}

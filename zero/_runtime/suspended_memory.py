@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero._sharding.bucket import Bucket, BucketState
+from zero._sharding.bucket import Bucket
 from zero._sharding.released import make_full, make_released
 
 
@@ -29,7 +29,7 @@ class SuspendedMemory:
     def hide(self, buckets: Iterable[Bucket]) -> None:
         """Make any use of full parameters of ``buckets`` an error from now on."""
         for bucket in buckets:
-            if bucket.state is BucketState.FULL:
+            if bucket.is_full:
                 self._hidden.append(bucket)
                 for param, empty in zip(bucket.params, bucket.released_data, strict=True):
                     make_released(param, empty)

@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from torch import Tensor, nn
 
 from zcomm import Topology
+from zcomm._transport.call_context import waiting_next
 from zero._gather.gather_sources import start_gather
 from zero._gather.gatherer import Gatherer
 from zero._gradients.bucket_gradients import BucketGrads
@@ -62,10 +63,11 @@ class WriteBack:
             self._update_shards(buckets)
         self._send_to_replicas(buckets, changed)
         works, replicas = [], self._gatherer.replicas
-        for bucket in buckets if self._stage.shards_states else []:
-            if bucket.is_persistent or not (self._stage.shards_parameters or bucket.index in replicas):
-                assert bucket.full is not None, "residents, and below stage 3 all parameters, are always full"
-                works += start_gather(bucket, bucket.full, bucket.shard, self._gatherer.options)
+        with waiting_next():
+            for bucket in buckets if self._stage.shards_states else []:
+                if bucket.is_persistent or not (self._stage.shards_parameters or bucket.index in replicas):
+                    assert bucket.full is not None, "residents, and below stage 3 all parameters, are always full"
+                    works += start_gather(bucket, bucket.full, bucket.shard, self._gatherer.options)
         for work in works:
             work.wait()
         self._parameter_storage.agree(waits_for_writes=True)

@@ -10,10 +10,16 @@ The shard is the master of frozen parameters; where stages 1 and 2 quantize weig
 ``mode="delta"``, trainable shards have memory of their own at these stages, and this rank's rows of the full buffer
 hold what the receivers hold.
 
-SHARDED --issue a gather--> GATHERING --wait--> FULL --release--> SHARDED          (below stage 3: always FULL)
-                            GATHERING --abandon--> SHARDED
+The life of the full parameters; every other move raises:
 
-At stage 3, the bucket of small, persistent parameters is always FULL too: it is gathered again when its shards change.
+    SHARDED --start_gathering--> GATHERING --expose--> FULL --release--> SHARDED
+                                 GATHERING --abandon-> SHARDED
+                                                       FULL --rest--> RESTING --wake--> FULL
+                                                                      RESTING --release--> SHARDED
+
+Below stage 3 a bucket is always FULL. So is, at stage 3, that of the small, persistent parameters: it is gathered again
+when its shards change. A bucket that nothing holds (:class:`Hold`) rests if the plan has a next use for it soon, and is
+released otherwise.
 """
 
 from __future__ import annotations
@@ -25,7 +31,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from zcomm import StateError, Topology
+from zcomm import StateError, Topology, Work
 from zero._sharding.layout import BucketLayout, ShardPiece
 from zero._sharding.released import is_released, make_full, make_released, nan_filled, not_picklable
 from zero._sharding.stages import Stage
@@ -40,13 +46,27 @@ class BucketState(Enum):
     SHARDED = "sharded"  # parameters are released
     GATHERING = "gathering"  # exchanges fill a buffer
     FULL = "full"  # parameters are views of the buffer
+    RESTING = "resting"  # the same, and nothing uses them until their next use
 
 
 TRANSITIONS = {
     BucketState.SHARDED: {BucketState.GATHERING},
     BucketState.GATHERING: {BucketState.FULL, BucketState.SHARDED},
-    BucketState.FULL: {BucketState.SHARDED},
+    BucketState.FULL: {BucketState.RESTING, BucketState.SHARDED},
+    BucketState.RESTING: {BucketState.FULL, BucketState.SHARDED},
 }
+
+
+class Hold(Enum):
+    """What needs the full parameters of a bucket."""
+
+    FORWARD = "running forwards"  # one for each
+    ACCESS = "blocks that read or write them"  # one for each
+    BACKWARD = "the running backward"
+    VIEW = "a view that has left its module, or a use outside of forward and backward"
+
+
+IS_COUNTED = {Hold.FORWARD, Hold.ACCESS}
 
 
 @dataclass(slots=True)
@@ -103,13 +123,7 @@ class Bucket:
     """Parameters of one unit with the same dtype and requires_grad, in one flat buffer."""
 
     def __init__(
-        self,
-        index: int,
-        name: str,
-        layout: BucketLayout,
-        params: list[nn.Parameter],
-        *,
-        is_persistent: bool = False,
+        self, index: int, name: str, layout: BucketLayout, params: list[nn.Parameter], *, is_persistent: bool = False
     ) -> None:
         self.index = index
         self.name = name
@@ -130,16 +144,34 @@ class Bucket:
         self.staged: Tensor | None = None
         """Where a delayed update writes, so that a running forward does not see it; None: to the shard's storage."""
         self.released_data = [nan_filled(p.shape, p.dtype, p.device) for p in params]
-        # What needs the full parameters now: running forwards, a running backward, a view that left its module.
-        self.forward_depth = 0
-        self.is_held_by_backward = False
-        self.is_pinned = False
         self.is_persistent = is_persistent
+        self.exchanges: list[Work | None] = []
+        """While it is GATHERING: those that have been started, in order; None for one that needed no exchange."""
+        self._holds: dict[Hold, int] = {}
+
+    def hold(self, reason: Hold) -> None:
+        """The full parameters are needed for ``reason``, until :meth:`drop`."""
+        self._holds[reason] = self._holds.get(reason, 0) + 1 if reason in IS_COUNTED else 1
+
+    def drop(self, reason: Hold) -> None:
+        """End a :meth:`hold`, unless :meth:`drop_all` has ended it."""
+        if (left := self._holds.get(reason, 0) - 1) > 0:
+            self._holds[reason] = left
+        else:
+            self._holds.pop(reason, None)
+
+    def drop_all(self) -> None:
+        """Nothing needs the full parameters any more: forwards and the backward have ended, or been broken off."""
+        self._holds.clear()
+
+    def is_held(self, reason: Hold | None = None) -> bool:
+        """Whether the full parameters are needed for ``reason``; None: for any."""
+        return bool(self._holds) if reason is None else reason in self._holds
 
     @property
-    def is_needed(self) -> bool:
-        """Whether anything needs the full parameters now."""
-        return self.forward_depth > 0 or self.is_held_by_backward or self.is_pinned
+    def is_full(self) -> bool:
+        """Whether parameters are views of the buffer: FULL or RESTING."""
+        return self.state is BucketState.FULL or self.state is BucketState.RESTING
 
     def flatten(self) -> Tensor:
         """A new flat buffer with the parameters' values; padding and released parameters are zero."""
@@ -241,7 +273,15 @@ class Bucket:
     def start_gathering(self, full: Tensor) -> None:
         """Exchanges start to fill ``full``."""
         self._move(BucketState.GATHERING)
-        self.full = full
+        self.full, self.exchanges = full, []
+
+    def rest(self) -> None:
+        """Nothing uses the full parameters until their next use."""
+        self._move(BucketState.RESTING)
+
+    def wake(self) -> None:
+        """The next use of resting parameters has come."""
+        self._move(BucketState.FULL)
 
     def expose(self) -> None:
         """The buffer is filled: make parameters views of it."""
@@ -252,7 +292,7 @@ class Bucket:
 
     def moved_slots(self) -> list[int]:
         """The slots of a full bucket whose parameter was given other memory, by ``param.data = values``."""
-        if self.state is not BucketState.FULL or self.full is None:
+        if not self.is_full or self.full is None:
             return []
         address, size = self.full.data_ptr(), self.full.element_size()
         each = enumerate(zip(self.layout.slots, self.params, strict=True))

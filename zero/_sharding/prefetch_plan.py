@@ -179,8 +179,6 @@ class Schedule:
     plan: PrefetchPlan | None = None
     is_following: bool = False
     """Whether this iteration has followed the plan so far. If not, its order makes the next plan."""
-    num_changes: int = 0
-    """How often the order differed from the plan."""
     _recorded: list[_RecordedUse] = field(default_factory=list)
     _in_use: dict[int, int] = field(default_factory=dict)
 
@@ -203,7 +201,6 @@ class Schedule:
     def leave_plan(self) -> None:
         """The order has changed: only record for the rest of the iteration."""
         self.is_following = False
-        self.num_changes += 1
 
     def start_use(self, bucket: int) -> tuple[Prefetch, ...]:
         """Record the start of a use of ``bucket``, which must be the expected one; returns what to prefetch now."""

@@ -139,9 +139,9 @@ def _released_class(cls: type) -> type:
     )
 
 
-def make_released(param: nn.Parameter, empty: Tensor) -> None:
-    """Take the values of ``param`` away; ``empty`` is a :func:`nan_filled` tensor of its shape."""
-    param.data = empty
+def make_released(param: nn.Parameter, placeholder: Tensor) -> None:
+    """Take the values of ``param`` away; ``placeholder`` is a :func:`nan_filled` tensor of its shape."""
+    param.data = placeholder
     param.__class__ = _released_class(type(param))
 
 

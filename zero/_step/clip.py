@@ -92,8 +92,8 @@ def _own_parts(runtime: Runtime, model: ModelParallel, bucket: Bucket) -> list[T
     if grads is None or own is None:
         return []
     if not runtime.stage.shards_states:
-        assert grads.result is not None, "a reduced gradient without this rank's rows"
-        own = grads.result
+        assert grads.rows is not None, "stage 0 keeps this rank's rows of the gradient"
+        own = grads.rows
     row = runtime.topology.shard_index("local")
     base = row * bucket.layout.shard_numel
     pieces = [piece for piece in bucket.layout.pieces(row) if model.counts(bucket.params[piece.slot])]

@@ -75,10 +75,10 @@ NO_OVERFLOW = 2.0**-120
 
 
 class FinalGradients:
-    """The gradients of one optimizer between backward and step."""
+    """The gradients of one optimizer between backward and step: the reducer's :class:`GradientConsumer`."""
 
-    def __init__(self, runtime: Runtime, pieces: list[MasterPiece]) -> None:
-        self.runtime, self._pieces = runtime, pieces
+    def __init__(self, runtime: Runtime, pieces: list[MasterPiece], *, rounds_means: bool) -> None:
+        self.runtime, self._pieces, self.rounds_means = runtime, pieces, rounds_means
         self.factor = GradFactor()
         """Not applied yet: unscales and clips the gradients."""
         self.flag = torch.zeros(1, device=runtime.buckets[0].device)
@@ -86,10 +86,9 @@ class FinalGradients:
         self._overflow: Tensor | None = None
         for piece in pieces:
             piece.master.grad_dtype = None  # gradients may be 16-bit, masters float32
-        reducer = runtime.reducer
-        reducer.on_reduced, reducer.on_edit, reducer.check_settable = self._show, self._edited, self._check_settable
+        runtime.reducer.consumer = self
 
-    def _show(self) -> None:
+    def reduced(self) -> None:
         """Called after a backward that reduced."""
         self._overflow, self.runtime.reducer.has_cleared = None, False
         self._assign_grads()
@@ -99,15 +98,15 @@ class FinalGradients:
     def _show_overflow(self, overflow: Tensor) -> None:
         self.flag.grad = torch.full_like(self.flag, NO_OVERFLOW).masked_fill_(overflow, float("nan"))
 
-    def _edited(self, own: Tensor) -> None:
+    def edited(self, own: Tensor) -> None:
         """This rank's part of a reduced gradient was set to ``own``; the rest is not checked again if it was finite."""
         if self._overflow is None or bool(self._overflow):
-            self._show()
+            self.reduced()
             return
         self._overflow = control.any_(nonfinite_flag([own], self.flag.device), self.runtime.topology)
         self._show_overflow(self._overflow)
 
-    def _check_settable(self, name: str) -> None:
+    def check_settable(self, name: str) -> None:
         """Raise StateError if a GradScaler has unscaled the gradients, but perhaps not the one set for ``name``."""
         shown = None if self.flag.grad is None else self.flag.grad.item()
         if shown is not None and shown != NO_OVERFLOW and not math.isnan(shown):
@@ -131,7 +130,7 @@ class FinalGradients:
         """The same as a bool scalar on the device; the host waits for it only if gradients are in files."""
         if self._overflow is None:
             reducer, files = self.runtime.reducer, self.runtime.gradient_files
-            in_memory = (reducer.results(grads) for grads in reducer.all if not grads.is_in_file)
+            in_memory = (reducer.results(grads) for grads in reducer.all if not grads.store.is_in_file)
             mine = nonfinite_flag([r for r in in_memory if r is not None], self.flag.device)
             if files is not None:
                 on_every_rank(files.raise_error, self.runtime.topology)
@@ -193,7 +192,7 @@ class FinalGradients:
                 if not grads.used[piece.slot] or piece.param.grad is None:
                     piece.master.grad = None
                     continue
-                if grads.is_in_file:
+                if grads.store.is_in_file:
                     piece.master.grad = _in_file(piece)
                     continue
                 result = self.runtime.reducer.results(grads)

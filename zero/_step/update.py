@@ -16,7 +16,6 @@ from __future__ import annotations
 from torch.optim import Optimizer
 
 from zcomm import StateError
-from zero._optim.cpu_optimizer_base import CPUOptimizer
 from zero._optim.delayed_update import DelayedStep, DelayedUpdate
 from zero._optim.file_update import FileUpdate
 from zero._optim.masters import MasterPiece
@@ -44,11 +43,10 @@ class Update:
         trainable = [bucket for bucket in runtime.buckets if bucket.is_trainable]
         self._immediate_buckets = [bucket for bucket in trainable if bucket.host is None]
         self._is_on_host = any(bucket.host is not None and not runtime.is_in_files(bucket) for bucket in trainable)
-        self.folds = isinstance(inner, CPUOptimizer)
+        self.folds = gradients.rounds_means
         """Whether unscaling and clipping are a factor of the update, not passes before it."""
         self._failure: BaseException | None = None
         self._bucketwise = BucketwiseUpdate(runtime, inner, self._pieces)
-        runtime.reducer.rounds_means = self.folds
 
     def check_usable(self) -> None:
         """Raise StateError if an earlier update failed half way."""
@@ -85,7 +83,7 @@ class Update:
         if not self.folds:
             self._gradients.apply()
         delayed = self._runtime.delayed
-        if delayed is None:
+        if not delayed.is_used:
             self._run_now()
             return False
         is_delayed = delayed.num_updates >= self._runtime.settings.tiers.states.delay_start
@@ -150,7 +148,7 @@ class Update:
         """``are_sent``: changes to replicas are in flight already. An error here is final: masters are updated."""
         all_grads = self._runtime.reducer.all
         changed = set() if are_sent else used_buckets(all_grads)
-        params = None if self._runtime.delayed is not None else used_parameters(all_grads)
+        params = None if self._runtime.delayed.is_used else used_parameters(all_grads)
         try:
             self._runtime.write_back(buckets, are_written=True, changed=changed, params=params)
             self._runtime.reducer.commit()

@@ -136,13 +136,7 @@ class FileStore:
     """
 
     def __init__(
-        self,
-        folder: str | Path,
-        *,
-        files: FileSettings,
-        name: str,
-        topology: Topology | None,
-        pins_memory: bool = True,
+        self, folder: str | Path, *, files: FileSettings, name: str, topology: Topology | None, pins_memory: bool = True
     ) -> None:
         self.name = name
         self.buffers = HostBuffers(pins_memory=pins_memory)

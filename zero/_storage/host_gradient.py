@@ -29,6 +29,8 @@ class HostGradient:
     step on, also for the sum.
     """
 
+    is_on_device, is_in_file = False, False
+
     def __init__(self, numel: int, sent: torch.dtype, wide: torch.dtype, host: HostMemory) -> None:
         self._numel, self._sent, self._wide, self._host = numel, sent, wide, host
         self._mean: Tensor | None = None
@@ -38,6 +40,12 @@ class HostGradient:
         self._num_means = 0
         self._is_wide = False
         """Whether the gradient is in ``_sum``; if not, it is in ``_mean``."""
+
+    def target(self, *, is_first: bool) -> None:  # noqa: ARG002
+        return None  # means are copied from the device
+
+    def set_aside(self) -> bool:
+        return False
 
     def add(self, mean: Tensor) -> None:
         """Add ``mean``, [numel] on the device. It may be overwritten at once."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from zcomm import Topology
 from zero._ranks.rank_errors import on_every_rank
-from zero._storage.file_shard_storage import FileShard, file_nbytes
+from zero._storage.file_shard import FileShard, file_nbytes
 from zero._storage.file_store import FileStore, StoredFile
 from zero._storage.host_memory import CopyStream
 from zero._storage.poison import placeholder
@@ -73,11 +73,7 @@ class ParameterStorage:
         tier, itemsize = self._tiers.parameters, max(plan.dtype.itemsize for plan in chosen)
         assert tier.path is not None, "files without a folder"
         store = FileStore(
-            tier.path,
-            files=self._tiers.files,
-            name=KIND,
-            topology=self._topology,
-            pins_memory=self._tiers.pins_memory,
+            tier.path, files=self._tiers.files, name=KIND, topology=self._topology, pins_memory=self._tiers.pins_memory
         )
         try:
             self._files = store.create_all({p.name: file_nbytes(p.cuts, p.dtype.itemsize) for p in chosen})

@@ -6,7 +6,7 @@
 
     InMemoryShard    exchanges read the shard where it is                device
     HostShard        host memory, copied to the device for each gather   cpu
-    FileShard        in file_shard_storage.py                            nvme
+    FileShard        in file_shard.py                            nvme
     QuantizedShard   INT8 codes of frozen parameters                     device, cpu
 
 The update of a step may write a shard in pieces, in any order.

@@ -10,7 +10,7 @@ LINKS = ("to_host", "to_device", "read", "write")
 """Device to host, host to device, file to host, host to file."""
 
 
-class Movement(NamedTuple):
+class TransferKey(NamedTuple):
     """The key of a count."""
 
     kind: str
@@ -19,7 +19,7 @@ class Movement(NamedTuple):
     """One of :data:`LINKS`."""
 
 
-_COUNTER = TrafficCounter(Movement)
+_COUNTER = TrafficCounter(TransferKey)
 
 
 def record(kind: str, link: str, nbytes: int) -> None:
@@ -38,7 +38,7 @@ class TransferCounts:
         self._window = Window(_COUNTER)
 
     @property
-    def counts(self) -> dict[Movement, Count]:
+    def counts(self) -> dict[TransferKey, Count]:
         """All counts by key; ``elements`` is 0."""
         return self._window.counts
 

@@ -16,7 +16,16 @@ from zero._optim.state_files import LARGEST_NUMEL
 from zero._sharding.layout import BucketLayout
 from zero._sharding.units import find_units
 from zero._storage.parameter_storage import LEAST_AHEAD_NBYTES
-from zero.plan.formulas import RECOMPUTATION, Activations, Counts, MemoryUsage, NvmeFiles, Setup, ShardTiers, usage_of
+from zero.plan.formulas import (
+    RECOMPUTATION,
+    Activations,
+    Counts,
+    MemoryUsage,
+    NvmeFiles,
+    ShardTiers,
+    TrainingSetup,
+    usage_of,
+)
 
 TIERS = {
     "device": ShardTiers(),
@@ -37,7 +46,7 @@ class Estimate:
     """The configured stage."""
     tier: str
     """The configured tier, a key of :data:`TIERS`."""
-    setup: Setup
+    setup: TrainingSetup
     counts: Counts
     activations: Activations | None
 
@@ -164,7 +173,7 @@ def _param_nbytes(model: nn.Module) -> int:
     return max(set(sizes), key=sizes.count, default=4)
 
 
-def _setup(config: Config, own_nbytes: int, counts: Counts, nodes: int, ranks: int) -> Setup:
+def _setup(config: Config, own_nbytes: int, counts: Counts, nodes: int, ranks: int) -> TrainingSetup:
     zero = config.zero_optimization
     sends_deltas = config.zcomm.mode == "delta" and nodes > 1
     in_node = config.zcomm.mode == "delta_hpz" and zero.stage == 3
@@ -173,7 +182,7 @@ def _setup(config: Config, own_nbytes: int, counts: Counts, nodes: int, ranks: i
     moments = NUM_MOMENTS.get((config.optimizer.type or "adam").lower(), 2)
     width = 8 if own_nbytes == 8 else 4
     gradient_nbytes = width if accumulation_dtype is None else to_dtype(accumulation_dtype).itemsize
-    return Setup(
+    return TrainingSetup(
         stage=zero.stage,
         num_nodes=nodes,
         ranks_per_node=ranks,

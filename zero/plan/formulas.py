@@ -110,7 +110,7 @@ class NvmeFiles:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setup:
+class TrainingSetup:
     """How a model is trained: everything but the model that memory usage depends on."""
 
     stage: int
@@ -173,7 +173,7 @@ class MemoryUsage:
     """Whether it is page-locked host memory."""
 
 
-def usage_of(counts: Counts, setup: Setup, activations: Activations | None = None) -> list[MemoryUsage]:
+def usage_of(counts: Counts, setup: TrainingSetup, activations: Activations | None = None) -> list[MemoryUsage]:
     """Return the bytes of every kind on one rank, without kinds that use none."""
     found = [*_model_states(counts, setup), *_buffers(counts, setup)]
     if activations is not None:
@@ -181,11 +181,11 @@ def usage_of(counts: Counts, setup: Setup, activations: Activations | None = Non
     return [usage for usage in found if usage.nbytes]
 
 
-def _model_states(counts: Counts, setup: Setup) -> list[MemoryUsage]:
+def _model_states(counts: Counts, setup: TrainingSetup) -> list[MemoryUsage]:
     return [*_parameters(counts, setup), *_gradients(counts, setup), *_states(counts, setup)]
 
 
-def _parameters(counts: Counts, setup: Setup) -> list[MemoryUsage]:
+def _parameters(counts: Counts, setup: TrainingSetup) -> list[MemoryUsage]:
     trainable, frozen = _trainable_and_frozen(counts)
     if setup.stage < 3:
         shards = trainable / setup.world_size if setup.keeps_shards and setup.stage else 0.0
@@ -204,7 +204,7 @@ def _parameters(counts: Counts, setup: Setup) -> list[MemoryUsage]:
     ]
 
 
-def _gradients(counts: Counts, setup: Setup) -> list[MemoryUsage]:
+def _gradients(counts: Counts, setup: TrainingSetup) -> list[MemoryUsage]:
     trainable, _ = _trainable_and_frozen(counts)
     share = setup.offloaded_share if setup.offloads_states else 0.0
     stored = trainable / _num_shards(setup.world_size, setup.stage, 2)
@@ -224,13 +224,13 @@ def _gradients(counts: Counts, setup: Setup) -> list[MemoryUsage]:
     ]
 
 
-def _delayed(gradient_nbytes: float, numel: float, setup: Setup) -> list[MemoryUsage]:
+def _delayed(gradient_nbytes: float, numel: float, setup: TrainingSetup) -> list[MemoryUsage]:
     """Gradients that the update reads while new ones arrive, and parameters that it writes before they are used."""
     nbytes = gradient_nbytes + 2 * setup.param_nbytes * numel
     return [MemoryUsage("delayed update", "host", nbytes, setup.pins_memory)]
 
 
-def _states(counts: Counts, setup: Setup) -> list[MemoryUsage]:
+def _states(counts: Counts, setup: TrainingSetup) -> list[MemoryUsage]:
     trainable, frozen = _trainable_and_frozen(counts)
     numel = trainable / _num_shards(setup.world_size, setup.stage, 1)
     share = setup.offloaded_share if setup.offloads_states else 0.0
@@ -259,7 +259,7 @@ def _num_shards(ranks: int, stage: int, first_stage: int) -> int:
     return ranks if stage >= first_stage else 1
 
 
-def _buffers(counts: Counts, setup: Setup) -> list[MemoryUsage]:
+def _buffers(counts: Counts, setup: TrainingSetup) -> list[MemoryUsage]:
     trainable = counts.numel if counts.trainable is None else counts.trainable
     unit, found = min(counts.largest_unit, counts.numel), []
     if setup.stage == 3:
@@ -279,7 +279,7 @@ def _buffers(counts: Counts, setup: Setup) -> list[MemoryUsage]:
     return [*found, *_file_buffers(counts, setup)]
 
 
-def _file_buffers(counts: Counts, setup: Setup) -> list[MemoryUsage]:
+def _file_buffers(counts: Counts, setup: TrainingSetup) -> list[MemoryUsage]:
     """Staging buffers in host memory, for files of parameters and of states."""
     files, found = setup.files, []
     numel = setup.param_nbytes * counts.numel / setup.world_size
@@ -294,7 +294,7 @@ def _file_buffers(counts: Counts, setup: Setup) -> list[MemoryUsage]:
     return [MemoryUsage("NVMe buffers", "host", nbytes, setup.pins_memory) for nbytes in found]
 
 
-def _activations(shape: Activations, setup: Setup) -> list[MemoryUsage]:
+def _activations(shape: Activations, setup: TrainingSetup) -> list[MemoryUsage]:
     tokens = shape.hidden * shape.batch * shape.sequence * setup.param_nbytes
     if not shape.is_checkpointed:
         return [MemoryUsage("activations", "device", 12 * tokens * shape.num_layers)]

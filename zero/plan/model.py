@@ -2,17 +2,45 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from copy import deepcopy
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any
 
+import torch
 from torch import nn
 
 from zcomm import ConfigError
 from zero._sharding.layout import BucketLayout, group_consecutive
 from zero._sharding.units import find_units
-from zero.plan.families import PlannedUnit, shape_of
 from zero.plan.formulas import Counts
+
+MAX_MODULES = 10_000
+"""Layers and experts are built one by one: a damaged configuration must not keep the process busy."""
+COUNTED = re.compile("layer|expert|depth")
+REMEDY = (
+    "give the model on the meta device to zero.plan.Model.of_module, or its size by --parameters and --layers"
+    " (zero.plan.Model.of_numel)"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedUnit:
+    """A unit: parameters of one dtype that are gathered as one; the model has ``repeats`` of them."""
+
+    numels: tuple[int, ...]
+    """Elements of each parameter."""
+    repeats: int = 1
+    is_trainable: bool = True
+    is_layer: bool = False
+    """Whether the model has one for each layer."""
+
+    @property
+    def numel(self) -> int:
+        """Elements of one unit."""
+        return sum(self.numels)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,41 +84,57 @@ class Model:
     def of_module(
         cls, module: nn.Module, *, num_layers: int, hidden: int, sequence: int = 1024, idle_numel: int = 0
     ) -> Model:
-        """Take the parameters of ``module``, also on the meta device, in the units of :class:`zero.ZeroOptimizer`."""
+        """Take the parameters of ``module``, also on the meta device, in the units of :class:`zero.ZeroOptimizer`.
+
+        Args:
+            module: The model.
+            num_layers: The items of the ``ModuleList`` of this length are the layers, if they are alike.
+            hidden: Width, for the activations.
+            sequence: Tokens of a sequence.
+            idle_numel: Elements of each layer that a token does not use.
+        """
+        lists = [one for one in module.modules() if isinstance(one, nn.ModuleList) and len(one) == num_layers]
+        layers = {id(layer) for layer in lists[0]} if len(lists) == 1 else set()  # of two, either may be the layers
         units = []
         for unit in find_units(module):
             kinds: dict[Any, list[int]] = {}
             for _, param in unit.parameters:
                 kinds.setdefault((param.dtype, param.requires_grad), []).append(param.numel())
-            units += [PlannedUnit(tuple(n), is_trainable=is_trainable) for (_, is_trainable), n in kinds.items()]
-        return cls(units=tuple(units), num_layers=num_layers, hidden=hidden, sequence=sequence, idle_numel=idle_numel)
+            units += [
+                PlannedUnit(tuple(numels), is_trainable=is_trainable, is_layer=id(unit.module) in layers)
+                for (_, is_trainable), numels in kinds.items()
+            ]
+        runs = [(unit, len(list(equal))) for unit, equal in groupby(units)]
+        merged = [replace(unit, repeats=n, is_layer=unit.is_layer and n == num_layers) for unit, n in runs]
+        return cls(units=tuple(merged), num_layers=num_layers, hidden=hidden, sequence=sequence, idle_numel=idle_numel)
 
     @classmethod
     def of_config(cls, config: Any, *, sequence: int | None = None) -> Model:
-        """Make a language model from its transformers configuration, or the dict of a ``config.json``.
+        """Make a model from its transformers configuration, or the dict of a ``config.json``.
+
+        transformers builds it on the meta device: the class of ``architectures``, by default a language model.
 
         Args:
-            config: A configuration of one of :data:`zero.plan.families.FAMILIES`.
+            config: Of a model with one stack of layers, of any family that transformers has. Code that comes with a
+                model is never run.
             sequence: Tokens of a sequence; default: the longest that the model takes.
 
         Raises:
-            ConfigError: The family, or a field that adds parameters, is unknown; a field is missing; or the sequence is
-                longer than the model's position embeddings.
+            ConfigError: transformers is missing or cannot build the model, the model has several stacks (an encoder and
+                a decoder, or vision), it is not known how many experts a token uses, or the sequence is longer than the
+                model's table of positions.
         """
-        shape = shape_of(config if isinstance(config, dict) else config.to_dict())
-        length = shape.positions if sequence is None else sequence
-        if length < 1 or (shape.has_table and length > shape.positions):
-            raise ConfigError(
-                f"sequence must be 1 to {shape.positions} tokens for this model: sequence={length}; set --sequence"
-            )
-        return cls(
-            units=shape.units,
-            num_layers=shape.num_layers,
-            hidden=shape.hidden,
-            sequence=length,
-            idle_numel=shape.idle_numel,
-            read=shape.read,
-        )
+        config, module = _build(config)
+        positions: Any = getattr(config, "max_position_embeddings", None)
+        length = positions if sequence is None else sequence
+        if not isinstance(length, int) or length < 1:
+            raise ConfigError(f"the configuration names no longest sequence: sequence={length}; set --sequence")
+        tables = [one.num_embeddings for one in module.modules() if isinstance(one, nn.Embedding)]
+        if isinstance(positions, int) and length > positions and {positions, positions + 2} & set(tables):
+            raise ConfigError(f"sequence must be 1 to {positions} tokens for this model: sequence={length}")
+        layers, idle = config.num_hidden_layers, _idle_numel(config, module)
+        model = cls.of_module(module, num_layers=layers, hidden=config.hidden_size, sequence=length, idle_numel=idle)
+        return replace(model, read=f"{type(module).__name__}, {layers} layers of {config.hidden_size}")
 
     def of_layers(self, num_layers: int) -> Model:
         """Return this model with another number of layers."""
@@ -151,6 +195,60 @@ def _merged(units: list[PlannedUnit], world_size: int, max_numel: int) -> Iterat
 
 def _layout(numels: tuple[int, ...], world_size: int) -> BucketLayout:
     return BucketLayout.of([""] * len(numels), [(n,) for n in numels], world_size)
+
+
+def _build(config: Any) -> tuple[Any, nn.Module]:
+    """The configuration as transformers' object, and its module on the meta device."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise ConfigError(f"a config.json is read by transformers: pip install transformers, or {REMEDY}") from error
+    try:
+        if isinstance(config, dict):
+            values = {name: value for name, value in config.items() if name != "model_type"}
+            config = transformers.AutoConfig.for_model(config["model_type"], **values)
+        config = deepcopy(config)  # a model sets fields of its configuration
+        config._attn_implementation = "eager"  # no kernels need to be installed
+        if (
+            getattr(config, "is_encoder_decoder", False)
+            or config.get_text_config() is not config
+            or not config.hidden_size
+        ):
+            raise ValueError("it must have one stack of layers")
+        numbers = [n for name, n in config.to_dict().items() if isinstance(n, int) and COUNTED.search(name)]
+        if not 1 <= config.num_hidden_layers <= MAX_MODULES or max(numbers, default=0) > MAX_MODULES:
+            raise ValueError(f"there must be 1 to {MAX_MODULES} layers and experts")
+        kinds = [getattr(transformers, name) for name in config.architectures or ()]
+        with torch.device("meta"):
+            if not kinds:
+                return config, transformers.AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+            if not issubclass(kinds[0], transformers.PreTrainedModel) or kinds[0].config_class is not type(config):
+                raise ValueError(f"{kinds[0].__name__} is no model of {type(config).__name__}")
+            return config, kinds[0](config)
+    except Exception as error:  # whatever transformers raises for fields that do not fit
+        found = config.get("model_type") if isinstance(config, dict) else type(config).__name__
+        raise ConfigError(f"transformers cannot build model_type={found!r}: {error!r}; {REMEDY}") from error
+
+
+def _idle_numel(config: Any, module: nn.Module) -> int:
+    """Elements of experts that a token is not sent to, of a layer on average."""
+    names = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+    num_experts = next((value for name in names if (value := getattr(config, name, None))), None)
+    of_experts = sum(
+        param.numel()
+        for name, param in module.named_parameters()
+        if ".experts." in name or (param.ndim == 3 and param.shape[0] == num_experts)
+    )
+    if not of_experts and num_experts is None:
+        return 0
+    used = getattr(config, "num_experts_per_tok", None)
+    if not of_experts or num_experts is None or used is None or not 1 <= used <= num_experts:
+        raise ConfigError(
+            f"a token must use some of the experts: num_experts_per_tok={used}, num_experts={num_experts}, their "
+            f"parameters={of_experts}; {REMEDY}"
+        )
+    idle: int = of_experts * (num_experts - used) // num_experts // config.num_hidden_layers
+    return idle
 
 
 MODELS = {

@@ -13,7 +13,7 @@ from zero.plan.planner import Row
 PLACES = ("device", "host", "nvme")
 HEADER = (
     f"{'stage':>5}  {'variant':<9}  {'tier':<14} {'device':>8} {'host':>8} {'nvme':>8} {'within':>8} {'between':>8} "
-    f"{'compute':>8} {'links':>8} {'latency':>8} {'rest':>8} {'step':>8} {'overlap':>7} {'tokens/s':>10}"
+    f"{'compute':>8} {'links':>8} {'latency':>8} {'other':>8} {'step':>8} {'overlap':>7} {'tokens/s':>10}"
 )
 UNITS = f"{'':>32} {'GiB':>8} {'GiB':>8} {'GiB':>8} {'GB':>8} {'GB':>8} " + 5 * f"{'s':>8} " + f"{'most':>7}"
 
@@ -24,7 +24,8 @@ def table(rows: Sequence[Row], model: Model, cluster: Cluster) -> str:
         f"{model.numel:,} parameters, {model.num_layers} layers of {model.hidden}, sequences of {model.sequence}, on "
         f"{cluster.num_nodes} nodes x {cluster.ranks_per_node} ranks",
         *_counted_from(model),
-        "each rank: bytes in memory, bytes sent in a step; seconds of each part of a step, which do not overlap",
+        "each rank: bytes in memory, bytes sent in a step; seconds of each part of a step, without overlap; other: "
+        "kernels, PCIe, the update on the host, NVMe",
         "",
         HEADER,
         UNITS,
@@ -52,9 +53,9 @@ def _counted_from(model: Model) -> list[str]:
 def _line(row: Row) -> str:
     times, sent = row.times, row.nbytes_sent
     places = " ".join(f"{_gib(row.memory.nbytes(place)):>8}" for place in PLACES)
-    rest = times.transfers - times.communication
+    other = times.transfers - times.communication
     end = f"{row.tokens_per_s:>10,.0f}" if row.fits else f"  does not fit: {', '.join(row.lacks)}"
-    parts = (times.computation, times.communication - times.latency, times.latency, rest, times.step)
+    parts = (times.computation, times.communication - times.latency, times.latency, other, times.step)
     return (
         f"{row.stage:>5}  {row.variant:<9}  {row.tier:<14} {places} {sent.intra / 1e9:>8.2f} {sent.inter / 1e9:>8.2f} "
         f"{' '.join(f'{part:>8.3f}' for part in parts)} {100 * times.overlap:>5.0f} % {end}"

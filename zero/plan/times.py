@@ -34,7 +34,7 @@ from dataclasses import dataclass
 
 from zero.plan.cluster import Cluster
 from zero.plan.exchanges import MovedBytes
-from zero.plan.formulas import RECOMPUTATION, Activations, Setup
+from zero.plan.formulas import RECOMPUTATION, Activations, TrainingSetup
 
 COMPUTE_EFFICIENCY = 0.45
 """Share of a device's peak that a transformer's layers reach."""
@@ -98,7 +98,7 @@ def flops_of(numel: int, tokens: float, shape: Activations) -> float:
 def times_of(
     numel: int,
     shape: Activations,
-    setup: Setup,
+    setup: TrainingSetup,
     cluster: Cluster,
     moved: Mapping[str, MovedBytes],
     *,

@@ -37,10 +37,10 @@ class CheckedFile {
   static int Load(int descriptor, std::unique_ptr<CheckedFile>* file);
 
   // Records the checksums of pages that are about to be written. Call it before the write starts.
-  void Keep(std::uint64_t first_page, const void* data, std::size_t num_pages);
+  void RecordChecksums(std::uint64_t first_page, const void* data, std::size_t num_pages);
   // The index, counted from `first_page`, of the first page whose checksum differs from the recorded one; `num_pages`
   // if none does.
-  std::size_t FirstWrong(std::uint64_t first_page, const void* data, std::size_t num_pages);
+  std::size_t FirstMismatch(std::uint64_t first_page, const void* data, std::size_t num_pages);
   // Writes the table into the file, without syncing it. Returns errno, or 0.
   int WriteTable(int descriptor);
 
@@ -55,8 +55,8 @@ class CheckedFile {
   std::uint32_t* table() { return reinterpret_cast<std::uint32_t*>(table_.get()); }
 
   const std::uint64_t num_pages_;
-  // Guards table_ and its copy in the file. Several threads call Keep and FirstWrong while FileQueue::Sync is in
-  // WriteTable; without the lock these race, and the file may get a half-updated table.
+  // Guards table_ and its copy in the file. Several threads call RecordChecksums and FirstMismatch while
+  // FileQueue::Sync is in WriteTable; without the lock these race, and the file may get a half-updated table.
   std::mutex mutex_;
   Pages table_;
 };

@@ -72,7 +72,7 @@ struct Expected {
 };
 
 // Whether these kernels support `layout`: cast codecs, and int8, int4, nf4 and fp8_e4m3 with a block that is a power of
-// two from kMinCudaBlock to kMaxCudaBlock, not rotated. Triton kernels do the rest, stochastic rounding included.
+// two from kMinCudaBlock to kMaxCudaBlock, not rotated. Triton kernels serve all others, and stochastic rounding.
 inline constexpr std::size_t kMinCudaBlock = 8;
 inline constexpr std::size_t kMaxCudaBlock = 1024;
 bool Serves(const MessageLayout& layout);

@@ -24,7 +24,7 @@ struct ResidualRows {
 };
 
 // Whether messages of `layout` can have a residual: a block codec whose blocks do not straddle those of a residual.
-bool MayKeepResidual(const MessageLayout& layout);
+bool CanHaveResidual(const MessageLayout& layout);
 
 // Both functions make one pass over the data, with the arithmetic N10 of zcomm/_formats/reference.py:
 //
@@ -32,7 +32,7 @@ bool MayKeepResidual(const MessageLayout& layout);
 //
 // Blocks of the residual in which a value is not finite keep their old contents.
 //
-// The output's layout has one segment and MayKeepResidual holds for it. Throws std::invalid_argument on bad arguments
+// The output's layout has one segment and CanHaveResidual holds for it. Throws std::invalid_argument on bad arguments
 // and on a wrong trailer, before anything is written. Thread-safe. No two buffers may overlap. The bits do not depend
 // on num_threads, the ISA level or denormal modes.
 

@@ -148,10 +148,10 @@ class FileQueue {
   Request TakeRequest();  // HasRequest() must hold
   void Serve();
   void ServeRing(std::vector<Request>* slots);
-  bool MoveOn(std::size_t slot, int result, Request* request);
+  bool Continue(std::size_t slot, int result, Request* request);
   bool End(Request* request, int error);
   void Notify();
-  void EndThreads();  // each thread finishes its request first
+  void StopThreads();  // each thread finishes its request first
   static void Prepare(const Request& request);
   static int Verify(Request* request);
   void Finish(const Request& request, int error);

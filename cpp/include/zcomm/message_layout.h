@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 
@@ -8,49 +9,63 @@
 namespace zcomm {
 
 // How elements are coded. Python passes the values as integers: do not renumber them. The first three equal DType's:
-// the message is a plain array of that type (a cast codec). The others are block codecs. 5, float64, has no native
-// kernels.
+// the message is a plain array of that type (a cast codec). The others are block codecs, listed in codecs.def. 5,
+// float64, has no native kernels.
 enum class Codec : int {
   kFloat32 = 0,
   kBfloat16 = 1,
   kFloat16 = 2,
-  kInt8 = 3,
-  kInt4 = 4,
-  kNf4 = 6,
-  kFp8E4m3 = 7,
-  kInt8Asym = 8,
-  kInt4Asym = 9,
+#define ZCOMM_CODEC(id, name, number, ...) id = number,
+#include "zcomm/codecs.def"
 };
 
-inline constexpr std::size_t kNumCodecs = 10;
+// One more than the largest number.
+inline constexpr std::size_t kNumCodecs = 1 + std::max({
+#define ZCOMM_CODEC(id, name, number, ...) number,
+#include "zcomm/codecs.def"
+                                              });
 inline constexpr std::size_t kTrailerNbytes = 8;
 inline constexpr std::size_t kMinBlock = 2;
 inline constexpr std::size_t kMaxBlock = 65536;
 
-constexpr bool IsCodec(int number) { return number >= 0 && number < static_cast<int>(kNumCodecs) && number != 5; }
-constexpr bool IsBlockCodec(Codec codec) { return codec >= Codec::kInt8; }
+// A line of codecs.def; for other codecs 0.
+struct BlockCodec {
+  std::size_t bits;
+  int qmax;
+  bool has_zero_point;
+  bool is_int;
+};
+
+constexpr BlockCodec BlockCodecOf(Codec codec) {
+  switch (codec) {
+#define ZCOMM_CODEC(id, name, number, bits, qmax, has_zero_point, is_int) \
+  case Codec::id:                                                         \
+    return {bits, qmax, has_zero_point, is_int};
+#include "zcomm/codecs.def"
+    default:
+      return {0, 0, false, false};
+  }
+}
+
+constexpr bool IsBlockCodec(Codec codec) { return codec > Codec::kFloat16; }
+constexpr bool IsCodec(int number) {
+  const bool is_cast = number >= 0 && number < static_cast<int>(kNumDTypes);
+  return is_cast || BlockCodecOf(static_cast<Codec>(number)).bits > 0;
+}
 // Whether codes count from a zero point, in [0, qmax].
-constexpr bool HasZeroPoint(Codec codec) { return codec == Codec::kInt8Asym || codec == Codec::kInt4Asym; }
+constexpr bool HasZeroPoint(Codec codec) { return BlockCodecOf(codec).has_zero_point; }
 // Whether the codec supports stochastic rounding.
-constexpr bool IsIntCodec(Codec codec) { return codec == Codec::kInt8 || codec == Codec::kInt4 || HasZeroPoint(codec); }
+constexpr bool IsIntCodec(Codec codec) { return BlockCodecOf(codec).is_int; }
 
 constexpr std::size_t CodeBits(Codec codec) {
-  if (!IsBlockCodec(codec)) return 8 * ItemSize(static_cast<DType>(codec));
-  return codec == Codec::kInt4 || codec == Codec::kNf4 || codec == Codec::kInt4Asym ? 4 : 8;
+  return IsBlockCodec(codec) ? BlockCodecOf(codec).bits : 8 * ItemSize(static_cast<DType>(codec));
 }
 
 // Bytes of a block apart from its codes: a bf16 scale, then a bf16 zero point if the codec has one.
 constexpr std::size_t HeaderNbytes(Codec codec) { return HasZeroPoint(codec) ? 4 : IsBlockCodec(codec) ? 2 : 0; }
 
 // The largest magnitude of a scaled value: scale = absmax / QMax.
-constexpr int QMax(Codec codec) {
-  return codec == Codec::kInt8       ? 127
-         : codec == Codec::kInt4     ? 7
-         : codec == Codec::kNf4      ? 8
-         : codec == Codec::kFp8E4m3  ? 448
-         : codec == Codec::kInt8Asym ? 255
-                                     : 15;
-}
+constexpr int QMax(Codec codec) { return BlockCodecOf(codec).qmax; }
 
 // Where the parts of a message lie. Sizes and offsets are in bytes unless their names end in _numel.
 //

@@ -35,7 +35,7 @@ def _draw_of(format: Format, first: int = 0) -> Draw | None:
 
 
 def _guarded(numel: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Room for numel elements in the middle of a tensor that is 7 everywhere."""
+    """A view of numel elements in the middle of a tensor filled with 7."""
     room = torch.full((numel + 2 * GUARD,), 7, dtype=dtype)
     return room, room[GUARD : GUARD + numel]
 
@@ -47,7 +47,7 @@ def _same_messages(a: Tensor, b: Tensor, layout: MessageLayout) -> bool:
 
 @dataclass(frozen=True)
 class Case:
-    """What every operation is tried on."""
+    """One input that every operation is tried on."""
 
     format: str
     out_format: str
@@ -61,13 +61,13 @@ class Case:
 
     @property
     def strides(self) -> tuple[int, int]:
-        """From message to message and from segment to segment of an array."""
+        """The strides of an array between messages and between segments."""
         if self.permuted:
             return self.numel, self.num_messages * self.numel
         return self.num_segments * self.numel, self.numel
 
     def check(self) -> None:
-        """All four operations have the reference's bits, and write nothing else."""
+        """Check that all four operations have the reference's bits, and write nothing else."""
         layout = layout_of("test", get_format(self.format), self.dtype, self.num_segments, self.numel)
         x = mixture(self.num_messages * layout.numel, self.seed, self.dtype)
         draw = _draw_of(get_format(self.format), 2**34 + self.seed)
@@ -105,7 +105,7 @@ def _guarded_messages(layout: MessageLayout, num_messages: int) -> tuple[Tensor,
 
 
 def _formats() -> st.SearchStrategy[str]:
-    """Every format with odd and extreme blocks among the usual ones."""
+    """Every format, with odd and extreme blocks as well as the usual ones."""
     blocks = st.sampled_from([2, 6, 16, 48, 64, 128, 256, 300, 512])
     powers = st.sampled_from([2, 16, 64, 128, 512])
     asym, rounding = st.sampled_from(["", ":asym"]), st.sampled_from(["", ":stochastic"])
@@ -134,7 +134,7 @@ def test_equals_the_reference(case: Case) -> None:
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_ten_thousand_blocks(format: str) -> None:
-    """Tens of tiles: what a tile's place changes, and rare values."""
+    """Tens of tiles: results must not depend on a tile's place, and rare values occur."""
     name, *options = format.split(":")
     block = "/64" if get_format(name).block else ""
     format = ":".join([name + block, *options])

@@ -28,7 +28,7 @@ BETA = 0.9
 
 
 def _quantized(x: Tensor, layout: MessageLayout, draw: Draw | None = None) -> Tensor:
-    """Rows of ``x`` as messages of the reference."""
+    """Encode the rows of ``x`` with the reference."""
     out = layout.new(x.shape[0], x.device)
     reference.quantize(x, layout, out, x.shape[1], 0, draw)
     return out
@@ -54,7 +54,7 @@ def _blocks_of(messages: Tensor, layout: MessageLayout) -> tuple[Tensor, Tensor]
 
 
 class _Expected:
-    """A residual of ``numel`` columns, and what one exchange of ``values`` makes of it, step by step."""
+    """A residual of ``numel`` columns, and the step-by-step result of one exchange of ``values``."""
 
     def __init__(self, values: Tensor, layout: MessageLayout, draw: Draw | None) -> None:
         num_rows, numel = values.shape
@@ -76,7 +76,7 @@ class _Expected:
         assert same_values(residual.scales, self.new_scales)
 
     def residual(self) -> launch.ResidualArguments:
-        """In wider rows, as a chunk's blocks lie."""
+        """The residual in wider rows, as the blocks of a chunk are."""
         wide = [
             torch.full((t.shape[0], t.shape[1] + 3, *t.shape[2:]), 7, dtype=t.dtype) for t in (self.codes, self.scales)
         ]
@@ -133,7 +133,7 @@ def test_residual_of_a_sum(format: str, received: str) -> None:
 @pytest.mark.parametrize("received", ["int8", "bf16"])
 @pytest.mark.parametrize("format", ["int4", "int8/48", "int4:stochastic"])
 def test_a_collective_keeps_the_same_residual(format: str, received: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whole and in chunks, over three steps, with and without the fused kernels."""
+    """In one piece and in chunks, over three steps, with and without the fused kernels."""
     numel, cut = 1000, 512
     incoming = [layout_of("test", get_format(received), torch.float32, 1, n) for n in (numel, cut, numel - cut)]
     layouts = [layout_of("after", get_format(format), torch.float32, 1, n) for n in (numel, cut, numel - cut)]
@@ -197,7 +197,7 @@ def _check_delta(new: Tensor, held: Tensor, format: str) -> None:
 
 
 def test_a_message_of_another_layout_clears_the_flag() -> None:
-    """What a GPU, whose host does not wait, goes by."""
+    """The flag is all that a GPU's host can read later, as it does not wait for the kernel."""
     x = torch.ones(600)
     layout, other = (layout_of(name, FORMATS["int8"], torch.float32, 1, 300) for name in ("one", "another"))
     messages, after = _quantized(x.view(2, 300), layout), layout.new(1, x.device)
@@ -217,7 +217,7 @@ def test_a_message_of_another_layout_clears_the_flag() -> None:
     [("int8", "int4", False), ("int4:asym", "nf4", True), ("int8/48", "int4", False), ("nf4", "int8:hadamard", True)],
 )
 def test_what_is_made_of_a_refused_message_is_refused(received: str, format: str, *, has_residual: bool) -> None:
-    """By the reference, and though a right message was in the same place; in one launch, and in two.
+    """A later decode refuses it, even if a right message was there before; in one launch, and in two.
 
     What is made of right messages is not, though the flag is cleared since another call.
     """
@@ -248,7 +248,7 @@ def test_what_is_made_of_a_refused_message_is_refused(received: str, format: str
 @pytest.mark.parametrize("format", ["int8", "int4", "int8:asym"])
 @pytest.mark.parametrize(("count", "own"), [(1, 0), (2, 1), (129, 128), (300, 0), (3, None)])
 def test_expected_messages_lose_their_trailers_and_nothing_else(format: str, count: int, own: int | None) -> None:
-    """Not those that are written, by either kernel that encodes."""
+    """Messages that the kernel writes keep their trailers, with either encoding kernel."""
     x = torch.randn(300)
     layout = layout_of("test", get_format(format), torch.float32, 1, 300)
     written = _quantized(x.view(1, 300), layout)

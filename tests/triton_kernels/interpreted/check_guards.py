@@ -1,7 +1,7 @@
-"""The kernels' bounds: every array of every launcher lies inside a larger one whose other bytes are nobody's.
+"""The kernels stay within bounds: every array of every launcher lies inside a larger, guarded one.
 
 Those bytes are 0xFF (a NaN in every floating dtype, a NaN scale, codes of -1) in one run and 0 in the other. Neither
-may change, and both runs must give the same bits: what lies beside an array is neither written nor read into a result.
+may change, and both runs must give the same bits: what surrounds an array is neither written nor read into a result.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from zcomm._formats.philox import Draw
 from zcomm.triton_kernels import launch
 
 GUARD = 4096
-"""Bytes before and after; a multiple of 16, to which messages are aligned."""
+"""Guard bytes before and after; a multiple of 16, to which messages are aligned."""
 FORMATS = ["int8/64", "int4/64", "nf4/64", "fp8_e4m3/64", "int8/48:asym", "int4/64:asym:hadamard:stochastic", "bf16"]
 SIZES = [1, 63, 64, 65, 256, 257]
 BOTH = (0xFF, 0x00)
 
 
 class Guarded:
-    """Arrays amid bytes that are ``fill``."""
+    """Arrays surrounded by guard bytes of value ``fill``."""
 
     def __init__(self, fill: int) -> None:
         self._fill = fill
@@ -45,7 +45,7 @@ class Guarded:
         return inside
 
     def written(self, values: Tensor) -> Tensor:
-        """The same, of which the launcher makes a result."""
+        """The same, for an array that the launcher writes."""
         self.results.append(self.array(values))
         return self.results[-1]
 
@@ -56,7 +56,7 @@ class Guarded:
         return launch.ResidualArguments(self.written(codes.view(num_rows, num_blocks, 256)), self.written(scales), 0.9)
 
     def is_whole(self) -> bool:
-        """Whether no byte beside an array has changed."""
+        """Whether all guard bytes are unchanged."""
         fill = torch.tensor(self._fill, dtype=torch.uint8)
         return all(
             bool((room[:GUARD] == fill).all()) and bool((room[GUARD + nbytes :] == fill).all())
@@ -69,7 +69,6 @@ def _draw(format: str) -> Draw | None:
 
 
 def _messages(layout: MessageLayout, num_messages: int) -> Tensor:
-    """By the reference."""
     x = mixture(num_messages * layout.numel, 1)
     out = layout.new(num_messages, x.device)
     reference.quantize(x, layout, out, layout.numel, layout.segment_numel)

@@ -18,7 +18,7 @@ from triton.runtime import interpreter
 
 class _Nothing:
     def restore(self) -> None:
-        """There is nothing to put back."""
+        """Do nothing: nothing was replaced."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -41,7 +41,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _remember_dtypes() -> None:
-    """The interpreter looks each up in a table that it makes anew."""
+    """Cache dtypes: the interpreter rebuilds the table for each lookup."""
     original, known = interpreter._get_np_dtype, {}
 
     def remembered(kind: Any) -> Any:

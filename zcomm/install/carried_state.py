@@ -45,13 +45,7 @@ class CarriedState:
         self._saved: list[dict[str, Any]] = []
 
     def residual_for(
-        self,
-        group: Group,
-        spans: Iterable[Span],
-        numel: int,
-        *,
-        numbering: Numbering = "rank",
-        device: torch.device,
+        self, group: Group, spans: Iterable[Span], numel: int, *, numbering: Numbering = "rank", device: torch.device
     ) -> Residual:
         """Make the residual of a new buffer, and fill it from the saved states of its parameters.
 

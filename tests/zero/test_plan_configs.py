@@ -1,10 +1,11 @@
-"""``Model.of_config`` beside the modules that transformers builds of the same configurations, on the meta device."""
+"""``Model.of_config`` equals published counts and the modules that transformers builds, in memory or on meta."""
 
-# covers zero/_config/sections.py zero/cli.py zero/plan/exchanges.py zero/plan/families.py zero/plan/model.py
+# covers zero/_config/sections.py zero/cli.py zero/plan/exchanges.py zero/plan/model.py
 
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -70,17 +71,32 @@ def test_counts_are_those_of_the_module(family: str, values: dict[str, Any], pub
     assert model.numel == sum(param.numel() for param in module.parameters())
     assert published is None or model.numel == published
     assert Model.of_config(json.loads(config.to_json_string()), sequence=16).numel == model.numel
-    found = [tuple(sorted(unit.numels)) for unit in model.units for _ in range(unit.repeats)]
-    cut = Model.of_module(module, num_layers=model.num_layers, hidden=model.hidden)
-    if family != "Mixtral":  # experts are one tensor or many, by the version of transformers
-        assert sorted(found) == sorted(tuple(sorted(unit.numels)) for unit in cut.units)
     layer = next(child for child in module.modules() if isinstance(child, nn.ModuleList))[0]
     grown = model.of_layers(model.num_layers + 1).numel - model.numel
     assert grown == sum(param.numel() for param in layer.parameters())
 
 
+def test_units_are_those_that_the_optimizer_gathers() -> None:
+    config, _ = _built("GPT2", SMALL_GPT2)
+    found = [unit.numels for unit in Model.of_config(config).units for _ in range(unit.repeats)]
+    layer = [24, 24, 24 * 72, 72, 24 * 24, 24, 24, 24, 24 * 96, 96, 96 * 24, 24]
+    assert list(map(sorted, found)) == list(map(sorted, [[83 * 24], [32 * 24], layer, layer, layer, [24, 24]]))
+    mixed = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 3)])
+    with pytest.raises(ConfigError, match="equal layers"):
+        Model.of_module(mixed, num_layers=3, hidden=2).of_layers(4)
+
+
+def test_the_class_that_the_configuration_names_is_counted() -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed: it is in the bench extra")
+    config = transformers.BertConfig(num_hidden_layers=3, hidden_size=24, num_attention_heads=4, vocab_size=83)
+    config.architectures = ["BertForSequenceClassification"]
+    expected = sum(param.numel() for param in transformers.BertForSequenceClassification(config).parameters())
+    assert Model.of_config(config).numel == expected
+    assert Model.of_config(config).read == "BertForSequenceClassification, 3 layers of 24"
+
+
 def test_experts_that_a_token_is_not_sent_to_take_no_time() -> None:
-    """Computation is that of a model with as many experts as a token uses, but for the router's rows."""
+    """Computation is that of a model with as many experts as a token uses, except for the router's rows."""
     config, _ = _built("Mixtral", {})
     small = _built("Mixtral", {"num_local_experts": 2})[1]
     model = Model.of_config(config, sequence=1000)
@@ -97,7 +113,7 @@ def test_the_command_says_what_it_read(tmp_path: Path, capsys: pytest.CaptureFix
     path.write_text(json.dumps({"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 1} | SMALL))
     assert main(["plan", "--model", str(path)]) == 0
     shown = capsys.readouterr().out
-    assert "read: mixtral: 4 heads of 6, 2 of keys and values, 4 experts of 3 x 50 and 1 of them a token" in shown
+    assert "read: MixtralForCausalLM, 3 layers of 24" in shown
     assert "a token uses" in shown
     numel = Model.of_config(json.loads(path.read_text())).numel
     assert main(["estimate", str(numel), "--largest-layer", str(24 * (4 * 3 * 50 + 4 + 24 + 24 + 24 + 2))]) == 0
@@ -124,27 +140,47 @@ def test_what_is_not_there(arguments: list[str], text: str, capsys: pytest.Captu
 @pytest.mark.parametrize(
     ("values", "text"),
     [
-        ({"model_type": "falcon"}, "model_type='falcon' are not known, only those of gpt2, .*of_module.*--parameters"),
-        (SMALL, "model_type=None"),
-        ({"model_type": "llama", "num_local_experts": 8} | SMALL, "num_local_experts=8 changes a llama.*of_module"),
-        ({"model_type": "mixtral", "moe_layers": [1]} | SMALL, "moe_layers"),
-        ({"model_type": "gpt2", "add_cross_attention": True} | SMALL_GPT2, "add_cross_attention=True"),
-        (
-            {"model_type": "llama", "architectures": ["LlamaForSequenceClassification"]} | SMALL,
-            "architectures='LlamaFor",
-        ),
-        ({"model_type": "llama", "intermediate_size": [1, 2]}, "hidden_size=None"),
-        ({"model_type": "llama"} | SMALL | {"intermediate_size": [1, 2]}, r"intermediate_size=\[1, 2\]"),
-        ({"model_type": "llama"} | SMALL | {"tie_word_embeddings": "no"}, "tie_word_embeddings='no'"),
-        ({"model_type": "mistral"} | {k: v for k, v in SMALL.items() if "key" not in k}, "num_key_value_heads=None"),
-        ({"model_type": "qwen3"} | SMALL, "head_dim=None"),
+        ({"model_type": "nothing"}, "cannot build model_type='nothing'.*of_module.*--parameters"),
+        (SMALL, "cannot build model_type=None"),
+        ({"model_type": "llama", "architectures": ["GPT2LMHeadModel"]} | SMALL, "GPT2LMHeadModel is no model of Llama"),
+        ({"model_type": "llama", "architectures": ["AutoConfig"]} | SMALL, "AutoConfig"),
+        ({"model_type": "llama", "architectures": ["nothing"]} | SMALL, "nothing"),
+        ({"model_type": "llama"} | SMALL | {"intermediate_size": [1, 2]}, "intermediate_size"),
+        ({"model_type": "llama"} | SMALL | {"num_hidden_layers": 10**9}, "1 to 10000 layers"),
+        ({"model_type": "mixtral", "num_local_experts": 10**9} | SMALL, "1 to 10000 layers and experts"),
+        ({"model_type": "t5", "num_layers": 2}, "one stack of layers"),
+        ({"model_type": "clip", "architectures": ["CLIPModel"]}, "one stack of layers"),
+        ({"model_type": "llava"}, "one stack of layers"),
+        ({"model_type": "jetmoe", "num_hidden_layers": 2, "num_experts_per_tok": 0}, "num_experts_per_tok=0"),
+        ({"model_type": "llama"} | SMALL | {"hidden_size": -1}, "cannot build"),
         (
             {"model_type": "mixtral", "num_local_experts": 2, "num_experts_per_tok": 3} | SMALL,
-            "num_experts_per_tok=3, num_local_experts=2",
+            "num_experts_per_tok=3, num_experts=2",
         ),
         ({"model_type": "gpt2"} | SMALL_GPT2, "1 to 32 tokens for this model: sequence=64"),
     ],
 )
 def test_what_cannot_be_counted_is_refused(values: dict[str, Any], text: str) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed: it is in the bench extra")
     with pytest.raises(ConfigError, match=text):
         Model.of_config(values, sequence=64)
+
+
+def test_a_model_without_a_longest_sequence_needs_one() -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed: it is in the bench extra")
+    bloom = {"model_type": "bloom", "n_layer": 2, "hidden_size": 16, "n_head": 2, "vocab_size": 83}
+    assert Model.of_config(bloom, sequence=4096).sequence == 4096
+    with pytest.raises(ConfigError, match="names no longest sequence: sequence=None; set --sequence"):
+        Model.of_config(bloom)
+    assert Model.of_config({"model_type": "llama"} | SMALL, sequence=64).sequence == 64  # no table: rotary positions
+
+
+def test_kernels_that_are_not_installed_are_not_needed() -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed: it is in the bench extra")
+    assert Model.of_config({"model_type": "llama", "_attn_implementation": "flash_attention_2"} | SMALL).numel > 0
+
+
+def test_without_transformers_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ConfigError, match="pip install transformers, or give the model on the meta device"):
+        Model.of_config({"model_type": "gpt2"} | SMALL_GPT2)

@@ -1,0 +1,54 @@
+"""Which backward of a step runs: whether it reduces its gradients, and whether it is the last."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class Accumulation:
+    """Counts the backwards of a step.
+
+    Args:
+        num_backwards: Backwards that a step has, unless :attr:`boundary` says which one is the last.
+        reduces_each: Whether backwards before the last reduce, too.
+    """
+
+    def __init__(self, num_backwards: int, *, reduces_each: bool) -> None:
+        self._num_backwards, self._reduces_each = num_backwards, reduces_each
+        self.num_started = 0
+        """Backwards of this step so far."""
+        self.boundary: bool | None = None
+        """Whether this backward is the last of a step, if the engine or the user sets it; None: counted here."""
+        self.is_deferred = False
+        """Whether backwards reduce nothing: within :meth:`no_sync`."""
+        self.holds_unreduced = False
+        """Whether any rank may hold unreduced gradients; the same on every rank."""
+
+    @property
+    def is_boundary(self) -> bool:
+        """Whether the running or last backward completes the gradient of a step."""
+        return self.num_started % self._num_backwards == 0 if self.boundary is None else self.boundary
+
+    def start_backward(self) -> bool:
+        """A backward starts; returns whether it reduces."""
+        self.num_started += 1
+        reduces = not self.is_deferred and (self.is_boundary or self._reduces_each)
+        self.holds_unreduced |= not reduces
+        return reduces
+
+    def restart(self) -> None:
+        """The next backward is the first of a step."""
+        self.num_started = 0
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside, backwards reduce nothing."""
+        before, self.is_deferred = self.is_deferred, True
+        # Set on every rank, also where no backward runs inside: the next reduction must be the same call on all ranks.
+        self.holds_unreduced = True
+        try:
+            yield
+        finally:
+            self.is_deferred = before
+            self.holds_unreduced = True
