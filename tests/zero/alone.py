@@ -3,6 +3,7 @@
 python -m tests.zero.alone --draws 200 --seed 1      prints a line per case; exit code 0 if each raised a named error
 python -m tests.zero.alone --draws 200 --seed 1 --first 40 --number 20      some of them
     --backend nccl      in a job of NCCL alone, whose data goes over the emulated NCCL
+    --beside-another    while a second optimizer uses the same process groups
 """
 
 from __future__ import annotations
@@ -227,6 +228,18 @@ def run_draw(rank: int, draw: Draw, folder: str, backend: str = "torch") -> None
             t.optimizer.close()
 
 
+def run_beside_another(rank: int, draw: Draw, folder: str, backend: str = "torch") -> None:
+    """Run one case while another optimizer keeps the process groups: they are not closed with the one of the case."""
+    with job_of(backend):
+        other = training(rank, 1 + draw.num_steps % 3, folder)
+        other.step()
+        run_draw(rank, draw, folder, backend)
+        dist.barrier()
+        with suppress(DivergedError):
+            other.step()
+        other.optimizer.close()
+
+
 def _differ(t: Training, draw: Draw) -> None:
     """Make the different call, then run the same calls on all ranks; the last one needs them all."""
     is_odd = t.rank == draw.odd
@@ -252,6 +265,7 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="number of the first case to run")
     parser.add_argument("--number", type=int, help="how many cases to run; default: all that follow")
     parser.add_argument("--backend", choices=("torch", "nccl"), default="torch")
+    parser.add_argument("--beside-another", action="store_true")
     options = parser.parse_args()
     with ranks_over(options.backend):
         return _run_all(options)
@@ -259,13 +273,14 @@ def main() -> int:
 
 def _run_all(options: argparse.Namespace) -> int:
     num_wrong, longest_s = 0, 0.0
+    run = run_beside_another if options.beside_another else run_draw
     last = options.draws if options.number is None else options.first + options.number
     cases = list(enumerate(draws(options.seed, options.draws)))[options.first : last]
     for index, draw in cases:
         outcome = "named"
         with tempfile.TemporaryDirectory() as folder:
             try:
-                run_ranks(draw.world_size, run_draw, draw, folder, options.backend)
+                run_ranks(draw.world_size, run, draw, folder, options.backend)
             except AssertionError as error:
                 outcome, num_wrong = f"WRONG: {error}", num_wrong + 1
             seconds = max((float(file.read_text()) for file in Path(folder).glob("seconds-*")), default=0.0)

@@ -10,7 +10,7 @@ import pytest
 
 from tests.ranks import ranks_over, run_ranks
 from tests.rotation import DAY, of_the_day
-from tests.zero.alone import Draw, draws, run_draw
+from tests.zero.alone import Draw, draws, run_beside_another, run_draw
 from tests.zero.slow import CASES, PLACES, Case, run_case, sleeps
 
 SEED = DAY
@@ -25,6 +25,14 @@ def test_a_call_of_one_rank_alone_is_a_named_error_on_all(draw: Draw, tmp_path: 
 def test_so_is_the_first_that_saves_or_loads(draw: Draw, tmp_path: Path) -> None:
     """Their first call makes a process group, for which torch.distributed waits until its timeout."""
     run_ranks(2, run_draw, draw, str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "draw", [Draw(2, 2, "close", 0, 3), Draw(4, 3, "close", 1, 2), *draws(SEED + 2, 2)], ids=lambda draw: f"{draw}"
+)
+def test_so_is_one_beside_another_optimizer(draw: Draw, tmp_path: Path) -> None:
+    """The process groups are shared: they outlive an optimizer that one rank closes alone."""
+    run_ranks(draw.world_size, run_beside_another, draw, str(tmp_path))
 
 
 @pytest.mark.long

@@ -19,6 +19,8 @@ Invariants:
         they are of different moments: the first rank to make progress would need another to have done so before.
     D2  A rank continues only after all its missing exchanges have been started. Only then does its next exchange have
         the same number on every rank.
+    D3  A hop of a closed topology is watched until every rank has closed it, if other topologies keep its process
+        group: no connection is closed then that would end the waits of the others.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -48,7 +51,7 @@ from zcomm._transport.nccl_communicators import IN_ROUTE, Communicators
 from zcomm._transport.stacks import StackFrame
 from zcomm._transport.store_exchange import prefix_of_start
 from zcomm._transport.tagged import tag_of
-from zcomm._transport.tagged_group import Group, ranks_of
+from zcomm._transport.tagged_group import Group, TaggedGroup, ranks_of
 from zcomm._transport.work import WorkQueue
 from zcomm.errors import DivergedError
 
@@ -79,6 +82,8 @@ class Watched(NamedTuple):
     paired: Hop = ALONE
     """The other hop of a two-hop collective, if there is one."""
     abort: Callable[[str], None] | None = None
+    is_closed: bool = False
+    """Whether this rank has closed the topology, and will start no more over the hop."""
 
 
 def abort_diverged_routes(watched: Mapping[str, Watched], missing: Mapping[str, MissingCalls], reason: str) -> None:
@@ -162,6 +167,8 @@ class DeadlockWatch:
         self._number = {of_job: index for index, of_job in enumerate(global_ranks)}
         self._has_all_ranks = len(global_ranks) == dist.get_world_size()
         self._topologies: tuple[weakref.ref[Watchable], ...] = ()
+        self._closed: dict[str, dict[str, Watched]] = {}
+        """Hops of topologies that this rank has closed, by name of the topology and of the hop (D3)."""
         self._lock = threading.Lock()
         self._end = threading.Event()
         self.compose: Callable[[Sequence[str]], str] = _compose
@@ -202,10 +209,23 @@ class DeadlockWatch:
                 serve.name = "zcomm-watch"
                 serve.start()
 
-    def remove(self, topology: Watchable) -> None:
-        """Stop watching ``topology``, which is being closed, and publish that. The last one ends the thread."""
+    def remove(self, topology: Watchable, ended: Sequence[dist.ProcessGroup] = ()) -> None:
+        """Stop watching ``topology``, which is being closed, and publish that. The last one ends the thread.
+
+        Args:
+            topology: One that was added.
+            ended: The shared process groups that are destroyed with it: no other topology of this rank uses them.
+        """
+        name = name_of(topology)
         self._leave(topology, stacks.describe(threading.get_ident(), "has closed its Topology"))
         with self._lock:
+            closed = {**self._closed, name: {key: _closed(watched) for key, watched in watched_of(topology)}}
+            self._closed = {
+                of_closed: kept
+                for of_closed, hops in closed.items()
+                if (kept := {key: watched for key, watched in hops.items() if _is_shared(watched.hop, ended)})
+                and not self._is_closed_by_all(of_closed)
+            }
             self._topologies = tuple(one for one in self._alive() if one() is not topology)
             if not self._topologies:
                 self._end.set()
@@ -220,6 +240,12 @@ class DeadlockWatch:
         if self._store_answers:
             with suppress(Exception):  # the store, and with it the job, may have ended
                 self._store.set(f"{self._prefix}/left/{name_of(topology)}/{self._rank}", text)
+
+    def _is_closed_by_all(self, name: str) -> bool:
+        keys = [f"{self._prefix}/left/{name}/{rank}" for rank in range(self._world_size)]
+        with suppress(Exception):  # as in _leave
+            return not self._store_answers or bool(self._store.check(keys))
+        return True
 
     def departed(self, name: str) -> str:
         """Describes ranks that have left the topology whose group is called ``name``; empty: none is known."""
@@ -258,6 +284,7 @@ class DeadlockWatch:
             False if no topology is left.
         """
         hops = {key: w for one in self._topologies if (t := one()) is not None for key, w in watched_of(t)}
+        hops |= {key: watched for of_closed in self._closed.values() for key, watched in of_closed.items()}
         report = self._progress(hops)
         seen = None if report is None else json.dumps(report[1:])
         if seen is None or seen != self._last_sample:
@@ -286,10 +313,10 @@ class DeadlockWatch:
         drivers = {queue.thread_id for queue in queues}
         waiting = {thread for queue in queues for thread in list(queue.waits)}
         progresses, callers = {}, set[int]()
-        for key, (kind, log, of_job, sends, *_) in hops.items():
+        for key, (kind, log, of_job, sends, *_, is_closed) in hops.items():
             num_started, waits, recent, num_pairs = log.snapshot()
             waiting |= set(waits)
-            callers |= log.callers()
+            callers |= set() if is_closed else log.callers()
             ranks = [self._number[rank] for rank in of_job]
             broken, awaited = log.last_broken, sorted(waits.values())
             progresses[key] = RankProgress(ranks, kind, sends, num_started, broken, awaited, recent, num_pairs)
@@ -361,8 +388,14 @@ class DeadlockWatch:
         if will_end(world) or not any(progress.waits for hops in world for progress in hops.values()):
             return
         compose = self.compose if all(has_noted for has_noted, *_ in reports) else _compose
-        reason = compose([text for _, text, _ in reports]) + ranks_behind(world)
+        reason = compose([text for _, text, _ in reports]) + ranks_behind(world) + self._closed_alone(world)
         self._store.set(self._key("verdict"), json.dumps([reason, missing_calls_of(world)]))
+
+    def _closed_alone(self, world: Sequence[Mapping[str, RankProgress]]) -> str:
+        """A line for each rank that has closed a topology in which others wait."""
+        waited = {progress.kind.rpartition(".")[0] for hops in world for progress in hops.values() if progress.waits}
+        lines = {f"\n  {text}" for name in sorted(waited) for text in self._departed_texts(name)}
+        return "".join(sorted(lines))
 
     def _break_deadlock(self, reason: str, missing: dict[str, list[Any]], hops: dict[str, Watched]) -> None:
         known = {
@@ -390,6 +423,15 @@ class DeadlockWatch:
         self.num_deadlocks, self._last_sample, self._has_reported = self.num_deadlocks + 1, None, False
         for work in works:
             work.wait()
+
+
+def _closed(watched: Watched) -> Watched:
+    """``watched`` with copies of its hops, which keep their groups when the topology is closed."""
+    return watched._replace(hop=replace(watched.hop), paired=replace(watched.paired), is_closed=True)
+
+
+def _is_shared(hop: Hop, ended: Sequence[dist.ProcessGroup]) -> bool:
+    return isinstance(hop.group, TaggedGroup) and hop.group.group not in ended
 
 
 DEADLOCK = "deadlock: the ranks make different calls: "

@@ -415,7 +415,7 @@ class Topology:
         self.queue.close()
         self.routes.clear()  # they hold process groups
         if self._watch is not None:
-            self._watch.remove(self)
+            self._watch.remove(self, [shared.group for shared in self._shared if shared.num_users == 1])
             self._watch = None
         self._free_communicators()
         for hop in (self.world, self.intra, self.inter, self.__dict__.get("on_host", ALONE)):
