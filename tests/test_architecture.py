@@ -30,8 +30,8 @@ ORDER = {
     ),
     "zero": (
         "errors", "_ranks", "_storage", "_sharding", "_activations", "_config", "_optim", "_gradients", "_gather",
-        "_model", "_runtime", "_access", "_step", "optimizer", "_checkpoint", "plan", "checkpointing", "offload",
-        "reports", "engine", "initialize", "utils", "zero", "", "cli",
+        "_modes", "_model", "_runtime", "_access", "_step", "optimizer", "_checkpoint", "plan", "checkpointing",
+        "offload", "reports", "engine", "initialize", "utils", "zero", "", "cli",
     ),
 }  # fmt: skip
 MAX_TOP_FILES = 12

@@ -40,8 +40,8 @@ from zero._ranks.collective_calls import calling_over, collective_methods
 from zero._ranks.distributed import DataParallel, data_parallel
 from zero._ranks.model_parallel import ModelParallel
 from zero._ranks.rank_errors import on_every_rank
-from zero._runtime.delta_hpz_state import restore_node_state
 from zero._runtime.memory_report import MemoryReport, measure
+from zero._runtime.mode_state import restore_node_state
 from zero._runtime.optimizer_parts import OptimizerParts, values_of
 from zero._runtime.runtime import Runtime
 from zero._runtime.shard_state import RanksState, check_fits, load_masters, restore_parameters, shard_state

@@ -17,7 +17,7 @@ from tests.ranks import run_ranks
 from tests.zero.test_delta_hpz import check_nodes_agree, replicas_of, residuals_of
 from tests.zero.training import assert_same_bits, train, zero_optimizer
 from zcomm import StateError, ZcommError
-from zero._gather.gather_sources import Replica
+from zero._modes.delta_hpz import Replica
 from zero._step import delta_send
 from zero._step.delta_send import BucketwiseUpdate
 

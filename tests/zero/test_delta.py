@@ -1,6 +1,6 @@
 """``mode="delta"``, stages 1 and 2: equals plain training if nothing is rounded, and the NumPy oracle otherwise."""
 
-# covers zcomm/control.py zero/utils.py
+# covers zero/_modes/delta.py zcomm/control.py zero/utils.py
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """``mode="delta_hpz"``: equals plain training without quantization, and the NumPy oracle's bits with it."""
 
-# covers zero/_config/delta_hpz_settings.py
+# covers zero/_modes/mode.py zero/_modes/deltas.py zero/_modes/delta_hpz.py
 
 from __future__ import annotations
 
@@ -36,9 +36,7 @@ def replicas_of(optimizer: ZeroOptimizer) -> Tensor:
 
 def residuals_of(optimizer: ZeroOptimizer) -> Tensor:
     """All committed residuals of this rank."""
-    sums = [grads.node_sums for grads in optimizer.parts.runtime.reducer.all]
-    values = [s.residual.values().flatten() for s in sums if s is not None and s.residual is not None]
-    return torch.cat(values)
+    return torch.cat([one.values().flatten() for one in optimizer.parts.runtime.reducer.reduction.residuals])
 
 
 def check_nodes_agree(optimizer: ZeroOptimizer) -> None:

@@ -1,6 +1,6 @@
 """``mode="delta_hpz"``: its state between steps, in checkpoints, on other topologies, and with offload."""
 
-# covers zero/_runtime/delta_hpz_state.py zero/_runtime/runtime.py
+# covers zero/_runtime/mode_state.py zero/_runtime/runtime.py
 
 from __future__ import annotations
 
@@ -26,12 +26,10 @@ MODE: dict[str, Any] = {"stage": 3, "mode": "delta_hpz"}
 def _residual_sums(optimizer: zero.ZeroOptimizer) -> dict[str, Tensor]:
     """The sum of each parameter's residuals over all ranks, float64."""
     runtime, t, sums = optimizer.parts.runtime, optimizer.topology, dict[str, Tensor]()
-    for grads in runtime.reducer.all:
-        assert grads.node_sums is not None
-        assert grads.node_sums.residual is not None
+    for grads, residual in zip(runtime.reducer.all, runtime.reducer.reduction.residuals, strict=True):
         whole = torch.zeros(t.world_size, grads.bucket.layout.shard_numel)
         first = t.local_rank * t.num_nodes
-        whole[first : first + t.num_nodes] = grads.node_sums.residual.values()
+        whole[first : first + t.num_nodes] = residual.values()
         total = control.gather_float64(whole.flatten(), t).sum(0)
         for slot in grads.bucket.layout.slots:
             sums[slot.name] = total[slot.offset : slot.offset + slot.numel]

@@ -48,8 +48,10 @@ CASES: list[tuple[int, bool, dict[str, Any]]] = [
     (2, False, {"fp16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp16"}}),
     (1, False, {"zero_quantized_weights": True}),
     (3, False, {"bf16": {"enabled": True}, "zero_hpz_partition_size": 2, "zero_quantized_weights": True}),
+    *((stage, False, {"bf16": {"enabled": True}, "zcomm": {"mode": "delta"}}) for stage in (1, 2)),
+    (3, False, {"bf16": {"enabled": True}, "zcomm": {"mode": "delta_hpz"}}),
 ]
-KINDS = {"pool": ("buckets", "prefetch"), "secondary partition": ("secondary partition",)}
+KINDS = {"pool": ("buckets", "prefetch"), "secondary partition": ("secondary partition",), "residuals": ("residuals",)}
 
 
 def _check_allocated(rank: int, world_size: int) -> None:

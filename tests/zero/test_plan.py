@@ -34,6 +34,8 @@ SENT = {
     "ZeRO++ at stage 1": {"stage": 1, "quantized_weights": True, "quantized_gradients": True},
     "ZeRO++": {"stage": 3, "quantized_weights": True, "quantized_gradients": True, "hpz_partition_size": 2},
     "delta-hpZ": {"stage": 3, "mode": "delta_hpz"},
+    "delta": {"stage": 2, "mode": "delta"},
+    "delta, small exchanges": {"stage": 1, "mode": "delta", "reduce_bucket_size": 10_000},
 }
 
 
@@ -51,7 +53,7 @@ def _check_chunks(rank: int) -> None:
     """Inside nodes, pieces of a chunk may be sent together, so they are counted separately."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(zcomm._transport.chunks, "MIN_CHUNK_NUMEL", 4096)
-        _check_each(("stage 1", "ZeRO++", "delta-hpZ"), ("inter",))
+        _check_each(("stage 1", "ZeRO++", "delta-hpZ", "delta"), ("inter",))
 
 
 def _check_each(names: Iterable[str], counted_links: tuple[str, ...]) -> None:

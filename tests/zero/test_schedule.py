@@ -20,7 +20,8 @@ from torch import nn
 from zcomm import StateError, Topology
 from zero._config.settings import ZeroSettings, resolve
 from zero._gather.gather_sources import gather_options
-from zero._gather.gatherer import Gatherer, Mode
+from zero._gather.gatherer import Gatherer, IterationKind
+from zero._modes.mode import Mode
 from zero._sharding.bucket import Bucket, BucketState, Hold
 from zero._sharding.buffer_pool import BufferPool
 from zero._sharding.layout import BucketLayout
@@ -203,7 +204,7 @@ class BucketsUnderAnyNetwork(RuleBasedStateMachine):
         self.buckets = [self._bucket(i, effective, topology) for i in range(4)]
         self.gatherer = Gatherer(
             self.buckets,
-            gather_options(options, effective, topology),
+            Mode().sources(self.buckets, gather_options(options, effective, topology), effective),
             options,
             effective,
             self.pool,
@@ -212,7 +213,7 @@ class BucketsUnderAnyNetwork(RuleBasedStateMachine):
         self.gatherer._sources = [self.network.source_of(b, self.random.randint(1, 3)) for b in self.buckets]
         exchanges = [source.exchanges for source in self.gatherer._sources]
         limits = Limits(prefetch_numel=1200 * prefetch, live_numel=self.random.choice((1500, 10**6)), reuse_numel=reuse)
-        self.gatherer._schedules = {mode: Schedule(exchanges, limits) for mode in Mode}
+        self.gatherer._schedules = {mode: Schedule(exchanges, limits) for mode in IterationKind}
         self.order = [self.random.randrange(4) for _ in range(12)]
         self.position = 0
         self.num_held = Counter[int]()
@@ -236,7 +237,7 @@ class BucketsUnderAnyNetwork(RuleBasedStateMachine):
     def _use(self, index: int) -> None:
         self.num_held[index] += 1
         self.buckets[index].hold(Hold.FORWARD)
-        self.gatherer.acquire(self.buckets[index], Mode.TRAINING)
+        self.gatherer.acquire(self.buckets[index], IterationKind.TRAINING)
 
     def _end(self, index: int) -> None:
         self.num_held[index] -= 1
@@ -284,7 +285,7 @@ class BucketsUnderAnyNetwork(RuleBasedStateMachine):
         self.num_held.clear()
         self.position = 0
         self.gatherer.release_all()
-        self.gatherer.end_iteration(Mode.TRAINING)
+        self.gatherer.end_iteration(IterationKind.TRAINING)
         for bucket in self.buckets:
             bucket.shard.add_(4)
             assert bucket.state is BucketState.SHARDED

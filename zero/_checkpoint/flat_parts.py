@@ -36,7 +36,7 @@ from zero._checkpoint.dcp import FlatPart
 from zero._checkpoint.json_tree import Tree
 from zero._optim.masters import MasterPiece, is_elementwise
 from zero._optim.state_files import StateFiles
-from zero._runtime.delta_hpz_state import replica_shards, residuals_of
+from zero._runtime.mode_state import replica_shards, residuals_of
 from zero._runtime.optimizer_parts import OptimizerParts
 from zero._runtime.runtime import Runtime
 from zero._sharding.bucket import Bucket

@@ -25,14 +25,8 @@ from zero._checkpoint.request import LoadSelection, Request, keys_by_parameter, 
 from zero._checkpoint.snapshot import group_options, restore_random_state
 from zero._checkpoint.streamed_load import StreamedStates
 from zero._ranks.rank_errors import on_every_rank, raise_first
-from zero._runtime.delta_hpz_state import (
-    load_all_residuals,
-    refresh_replicas,
-    replica_shards,
-    reset_residuals,
-    residuals_of,
-)
 from zero._runtime.initial_values import distinct
+from zero._runtime.mode_state import load_all_residuals, refresh_replicas, replica_shards, reset_residuals, residuals_of
 from zero._runtime.optimizer_parts import OptimizerParts
 from zero._runtime.runtime import Runtime
 from zero._sharding.bucket import Bucket

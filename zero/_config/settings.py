@@ -102,8 +102,12 @@ class Effective:
     """Whether gathers after a step's first stay inside the node (hpZ)."""
     secondary_location: str
     """Where the secondary partition is stored, if there is one."""
+    mode: str | None = None
+    """The mode in effect."""
+    mode_text: str = ""
+    """What it does."""
     change_format: str | None = None
-    """The format of parameters' deltas (``mode="delta_hpz"``, ``mode="delta"``); None: parameters are sent."""
+    """The format of parameters' deltas, in modes that send those; None: parameters are sent."""
     align: int
     """Elements that parameters and shards are aligned to."""
     topology: str
@@ -120,11 +124,6 @@ class Effective:
     inactive: tuple[str, ...] = ()
     """What was requested and has no effect, with the reason."""
 
-    @property
-    def sums_in_node(self) -> bool:
-        """Whether gradients are summed inside the node and cross the network once a step (``mode="delta_hpz"``)."""
-        return self.change_format is not None and self.stage.shards_parameters
-
     def with_notes(self, *, details: tuple[str, ...] = (), inactive: tuple[str, ...] = ()) -> Effective:
         """The same with more notes."""
         return replace(self, details=self.details + details, inactive=self.inactive + inactive)
@@ -135,10 +134,7 @@ class Effective:
             f"ZeRO stage {self.stage.number} on {self.topology}: weights as {self.weight_format}, gradients as "
             f"{grads}, secondary partition (hpZ) {f'on, {self.secondary_location}' if self.has_secondary else 'off'}"
         )
-        if self.sums_in_node:
-            text += f", replicas in every node (delta-hpZ), their deltas as {self.change_format}"
-        elif self.change_format is not None:
-            text += f", deltas of parameters as {self.change_format}"
+        text += f", {self.mode_text}" if self.mode_text else ""
         text += f"; backend {self.backend}, kernels {self.kernels}"
         notes = [*self.details, *self.adjusted, *(f"inactive: {reason}" for reason in self.inactive)]
         return "; ".join([text, *notes])

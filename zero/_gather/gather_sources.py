@@ -1,32 +1,23 @@
-"""Where a bucket's parameters come from (:class:`ParameterSource`), chosen once: by :func:`source_of`.
+"""Where a bucket's parameters come from (:class:`ParameterSource`): chosen once, by the mode.
 
     Primary     the shards of all ranks               columns of the shards:  | first | ..., each of at most max_numel
     Secondary   the node's own copy (hpZ)             as many, contiguous:    |   0   |   1   |   2   | ...
-    Replica     the same, kept up to date             as many, columns of the ranks' replicas
 
-The first exchange carries at most as much as may be prefetched: of a larger bucket only that part is prefetched.
-
-FullReplica is the source of ``mode="delta"``, stages 1 and 2 on several nodes. It sends changes of parameters:
-
-    after a step     update: shard - own row of the full buffer --4 bits--> added to that row on every rank
-    other writes     refresh: the shard itself, to every rank
-
-A step sends one message per shard and bucket, the same one between nodes and inside them. The exact shard is kept
-beside the buffer. What the receivers hold, own row included, differs from it by the rounding of the messages so far,
-and the next message includes that difference. So errors do not add up, and all ranks hold the same bits.
+A mode has sources of its own (zero/_modes). The first exchange carries at most as much as may be prefetched: of a
+larger bucket only that part is prefetched.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from zcomm import DeltaGather, NodeReplica, SecondaryPartition, Topology, Work, all_gather_single
+from zcomm import SecondaryPartition, Topology, Work, all_gather_single
 from zcomm._transport.call_context import in_bucket
 from zero._config.settings import Effective, ZeroSettings
 from zero._sharding.bucket import Bucket
@@ -128,25 +119,31 @@ class ParameterSource(Protocol):
         """The shards have new values."""
 
 
-def source_of(bucket: Bucket, options: GatherOptions, effective: Effective) -> ParameterSource:
-    """The source of ``bucket``. Below stage 3, and for persistent parameters, only the shards are ever gathered."""
-    primary = Primary(bucket, options)
-    if bucket.is_persistent or not effective.stage.shards_parameters:
-        return primary
-    if effective.change_format is not None:
-        return Replica(bucket, options, effective.change_format, primary.exchanges)
-    return Secondary(primary, bucket, options) if effective.has_secondary else primary
+class DeltaReceiver(Protocol):
+    """What the deltas of a bucket's parameters are added to, on other ranks too: in modes that send deltas."""
+
+    @property
+    def held(self) -> Tensor:
+        """What the ranks hold of this rank's shard, [n]."""
+
+    def send_change(self) -> None:
+        """Start to send the change of the shard after a step."""
+
+    def refresh(self, values: Tensor | None = None) -> None:
+        """Start to send the shard itself, or other values for it."""
+
+    def wait(self) -> None:
+        """Wait for the exchange in flight, and raise its error."""
 
 
-def replica_of(
-    bucket: Bucket, source: ParameterSource, options: GatherOptions, effective: Effective
-) -> Replica | FullReplica | None:
-    """What receives the deltas of ``bucket``; None: its parameters themselves are sent."""
-    if isinstance(source, Replica):
-        return source
-    if effective.change_format is None or bucket.is_persistent or not bucket.is_trainable:
-        return None
-    return FullReplica(bucket, options, effective.change_format)
+class BucketSources(NamedTuple):
+    """Where the parameters of all buckets come from."""
+
+    options: GatherOptions
+    sources: Sequence[ParameterSource]
+    """One for each bucket."""
+    receivers: Mapping[int, DeltaReceiver]
+    """By bucket, what deltas are sent to."""
 
 
 class Primary:
@@ -221,89 +218,3 @@ class Secondary:
         if part.is_on_host:
             record(KIND, "to_device", part.nbytes)
         return part.gather(full[end - part.numel : end], async_op=self._is_async)
-
-
-class Replica:
-    """The node's replica in ``mode="delta_hpz"``, divided like the exchanges of the primary partition.
-
-    Every write back updates it, so it is always valid. See _config/delta_hpz_settings.py.
-    """
-
-    reads_shard, keeps_values = False, True
-
-    def __init__(self, bucket: Bucket, options: GatherOptions, format: str, exchanges: Sequence[int]) -> None:
-        self._bucket, self._is_async, self.exchanges = bucket, options.is_async, exchanges
-        self.node = NodeReplica(
-            options.topology, bucket.layout.shard_numel, bucket.dtype, format=format, device=bucket.device
-        )
-        self._ends = [end // options.topology.ranks_per_node for end in accumulate(exchanges)]
-
-    @property
-    def nbytes(self) -> int:
-        return self.node.nbytes
-
-    def gathered(self, full: Tensor) -> None: ...
-
-    def values_changed(self) -> None: ...
-
-    @property
-    def held(self) -> Tensor:
-        """What every node holds of this rank's shard, [n]."""
-        return self.node.held
-
-    def start(self, index: int, full: Tensor) -> Work | None:
-        """Start exchange number ``index``."""
-        start = self._ends[index - 1] if index else 0
-        return self.node.gather(full, start, self._ends[index], async_op=self._is_async)
-
-    def send_change(self) -> None:
-        """Send the change of the shard to all nodes after a step."""
-        self.node.update(self._bucket.shard, async_op=self._is_async)
-
-    def refresh(self, values: Tensor | None = None) -> None:
-        """Send the shard, or other values for it, to all nodes unquantized."""
-        self.node.refresh(self._bucket.shard if values is None else values, async_op=self._is_async)
-
-    def wait(self) -> None:
-        """Wait for the exchange in flight, and raise its error."""
-        self.node.wait()
-
-
-class FullReplica:
-    """The full buffer of a partitioned, trainable bucket, to which deltas are added. It needs no other memory."""
-
-    def __init__(self, bucket: Bucket, options: GatherOptions, format: str) -> None:
-        self._bucket, self._options, self._format = bucket, options, format
-        self._gather: DeltaGather | None = None
-        self._work: Work | None = None
-
-    @property
-    def _delta(self) -> DeltaGather:
-        if self._gather is None:
-            assert self._bucket.full is not None, "below stage 3 parameters are always full"
-            topology, format = self._options.topology, self._format
-            self._gather = DeltaGather(self._bucket.full, topology, format=format, numbering="local")
-        return self._gather
-
-    @property
-    def held(self) -> Tensor:
-        """What every rank holds of this rank's shard, [n]."""
-        self.wait()
-        return self._delta.held
-
-    def send_change(self) -> None:
-        """Send the change of the shard to all ranks after a step. Call :meth:`wait` before the full buffer is used."""
-        self.wait()
-        self._work = self._delta.update(self._bucket.shard, async_op=self._options.is_async)
-
-    def refresh(self, values: Tensor | None = None) -> None:
-        """Send the shard, or other values for it, to all ranks unquantized. Call :meth:`wait` before using it."""
-        self.wait()
-        shard = self._bucket.shard if values is None else values
-        self._work = self._delta.refresh(shard, async_op=self._options.is_async)
-
-    def wait(self) -> None:
-        """Wait for the exchange in flight, and raise its error."""
-        work, self._work = self._work, None
-        if work is not None:
-            work.wait()

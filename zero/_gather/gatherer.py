@@ -43,7 +43,7 @@ from zcomm._base import env
 from zcomm._transport import call_context
 from zcomm._transport.call_context import in_bucket
 from zero._config.settings import Effective, ZeroSettings
-from zero._gather.gather_sources import GatherOptions, replica_of, source_of
+from zero._gather.gather_sources import BucketSources
 from zero._sharding.bucket import Bucket, BucketState, ShardInfo, bump_versions
 from zero._sharding.buffer_pool import BufferPool, num_uses, storage_of
 from zero._sharding.phases import Phases, in_phase
@@ -158,7 +158,7 @@ BEING_STARTED: Any = object()
 """The place of an exchange among those of a bucket until it has been started: an interrupt may come in between."""
 
 
-class Mode(Enum):
+class IterationKind(Enum):
     """The kind of an iteration; each has a schedule of its own."""
 
     TRAINING = "training"  # from one optimizer step to the next
@@ -171,7 +171,7 @@ class Gatherer:
     def __init__(
         self,
         buckets: list[Bucket],
-        options: GatherOptions,
+        sources: BucketSources,
         settings: ZeroSettings,
         effective: Effective,
         pool: BufferPool,
@@ -180,30 +180,28 @@ class Gatherer:
         phases: Phases | None = None,
         is_log_rank: bool = True,
     ) -> None:
-        topology, self.is_log_rank, self.phases = options.topology, is_log_rank, phases or Phases()
+        self.options = sources.options
+        topology, self.is_log_rank, self.phases = self.options.topology, is_log_rank, phases or Phases()
         self._buckets, self._topology, self._pool, self._storage = buckets, topology, pool, storage
         self._effective, self._logs_every_change = effective, settings.log_trace_cache_warnings
         self._is_active = effective.stage.shards_parameters
-        self.options = options
-        self._sources = [source_of(bucket, options, effective) for bucket in buckets]
+        self._sources = list(sources.sources)
         exchanges = [list(source.exchanges) for source in self._sources]
-        replicas = [replica_of(b, s, options, effective) for b, s in zip(buckets, self._sources, strict=True)]
-        self.replicas = {b.index: one for b, one in zip(buckets, replicas, strict=True) if one is not None}
-        """By bucket, the replicas that deltas are sent to: in ``mode="delta_hpz"`` and ``mode="delta"``."""
+        self.replicas = sources.receivers
         limits = _within_layers(effective.limits, [sum(e) for e in exchanges])
-        self._schedules = {mode: Schedule(exchanges, limits) for mode in Mode}
+        self._schedules = {mode: Schedule(exchanges, limits) for mode in IterationKind}
         self._check = OrderCheck(topology) if self._is_active else None
         self._in_use: dict[int, Schedule | None] = {}
         """Buckets in use, each with the schedule that recorded it."""
         self._warned: set[str] = set()
-        self._last_mode = Mode.TRAINING
+        self._last_mode = IterationKind.TRAINING
         self.checksum = 0
         """Checksum of all gathers issued so far, in order; the end of each backward compares it between ranks."""
         self._num_divergences = 0 if self._check is None else self._check.num_divergences
         self.by_storage: dict[int, Bucket] = {}
 
     @in_phase("gather")
-    def acquire(self, bucket: Bucket, mode: Mode | None = None) -> None:
+    def acquire(self, bucket: Bucket, mode: IterationKind | None = None) -> None:
         """Make ``bucket`` FULL. With ``mode``, the use is part of an iteration, and is recorded in its order."""
         if not self._is_active or bucket.is_persistent:
             return
@@ -232,7 +230,7 @@ class Gatherer:
         for bucket in buckets:
             self.acquire(bucket)
 
-    def _start_use(self, bucket: Bucket, mode: Mode | None) -> tuple[Prefetch, ...]:
+    def _start_use(self, bucket: Bucket, mode: IterationKind | None) -> tuple[Prefetch, ...]:
         assert self._check is not None, "stage 3 without an order check"
         self._start_over_if_diverged()
         self._in_use[bucket.index] = None
@@ -245,7 +243,7 @@ class Gatherer:
         schedule = self._in_use[bucket.index] = self._schedules[mode]
         return self._record_use(schedule, bucket.index, mode)
 
-    def _record_use(self, schedule: Schedule, bucket: int, mode: Mode) -> tuple[Prefetch, ...]:
+    def _record_use(self, schedule: Schedule, bucket: int, mode: IterationKind) -> tuple[Prefetch, ...]:
         assert self._check is not None, "stage 3 without an order check"
         position, instead = schedule.position, ""
         if not schedule.expects(bucket):
@@ -274,9 +272,9 @@ class Gatherer:
     def _compares_always(self) -> bool:
         return self._check is not None and self._check.is_always_on
 
-    def _leave_plan(self, schedule: Schedule, mode: Mode) -> None:
+    def _leave_plan(self, schedule: Schedule, mode: IterationKind) -> None:
         schedule.leave_plan()
-        if mode is Mode.TRAINING:
+        if mode is IterationKind.TRAINING:
             self._warn(
                 f"the order in which layers are used has changed at use {schedule.position} of a step: it is recorded "
                 "again, and this step does not prefetch",
@@ -315,7 +313,7 @@ class Gatherer:
         """Whether the ranks have diverged since the last call; if so, drop plans and records: they may differ."""
         if self._check is None or self._check.num_divergences == self._num_divergences:
             return False
-        self._num_divergences, self.checksum, self._last_mode = self._check.num_divergences, 0, Mode.TRAINING
+        self._num_divergences, self.checksum, self._last_mode = self._check.num_divergences, 0, IterationKind.TRAINING
         self._drop_idle(self._buckets)
         for schedule in self._schedules.values():
             schedule.restart()
@@ -345,11 +343,11 @@ class Gatherer:
         bucket.expose()
         self.by_storage[storage_of(bucket.full)] = bucket
 
-    def _read_ahead(self, mode: Mode) -> None:
+    def _read_ahead(self, mode: IterationKind) -> None:
         if self._storage.reads_files:
             self._storage.read_ahead(self._upcoming(mode))
 
-    def _upcoming(self, mode: Mode) -> Iterator[tuple[ShardStorage, int]]:
+    def _upcoming(self, mode: IterationKind) -> Iterator[tuple[ShardStorage, int]]:
         """Shards to fetch next, each from an exchange on; into the next iteration, if their values do not change."""
         schedule = self._schedules[mode]
         gathering = (bucket for bucket in self._buckets if bucket.state is BucketState.GATHERING)
@@ -360,7 +358,7 @@ class Gatherer:
                 yield self._buckets[index].storage, num_started.pop(index, 0)
                 filled |= {index} if self._sources[index].keeps_values else set()
         for index in schedule.next_iteration():
-            if index not in filled and not (mode is Mode.TRAINING and self._buckets[index].is_trainable):
+            if index not in filled and not (mode is IterationKind.TRAINING and self._buckets[index].is_trainable):
                 yield self._buckets[index].storage, 0
 
     def agree(self) -> None:
@@ -421,14 +419,14 @@ class Gatherer:
     def end_backward(self) -> None:
         """Record the end of a backward."""
         if self._is_active:
-            self._record_use(self._schedules[Mode.TRAINING], END_OF_BACKWARD, Mode.TRAINING)
+            self._record_use(self._schedules[IterationKind.TRAINING], END_OF_BACKWARD, IterationKind.TRAINING)
 
-    def abandon_iteration(self, mode: Mode) -> None:
+    def abandon_iteration(self, mode: IterationKind) -> None:
         """Drop the record of an iteration that an exception ended."""
         if self._schedules[mode].position:
             self._schedules[mode].restart()
 
-    def end_iteration(self, mode: Mode) -> None:
+    def end_iteration(self, mode: IterationKind) -> None:
         """End an iteration, and plan the next. Collective if this one did not follow the plan."""
         schedule = self._schedules[mode]
         if not self._is_active or not schedule.position or schedule.is_as_planned or self._start_over_if_diverged():
@@ -464,7 +462,7 @@ class Gatherer:
             self._drop_idle(buckets)
         for bucket in buckets:
             self._sources[bucket.index].values_changed()
-        self._read_ahead(Mode.TRAINING)
+        self._read_ahead(IterationKind.TRAINING)
 
     @property
     def secondary_nbytes(self) -> int:

@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_leaves
 
 from zcomm import StateError
 from zcomm._transport.stacks import stacks_of
-from zero._gather.gatherer import Gatherer, Mode
+from zero._gather.gatherer import Gatherer, IterationKind
 from zero._gather.saved_tensors import SavedTensors, SavingHooks
 from zero._gradients.reducer import Reducer
 from zero._sharding.bucket import Bucket, Hold
@@ -127,7 +127,7 @@ class Hooks:
         self._forwards: list[RunningForward] = []
         """Outermost first."""
         self._entering = Lock()
-        self._mode = Mode.INFERENCE
+        self._mode = IterationKind.INFERENCE
         """The mode of the outermost running forward."""
         self._backward: ReferenceType[RunningBackward] | None = None
         self._ignores_inference = False
@@ -223,7 +223,7 @@ class Hooks:
         """Drop the gradients of a step that was interrupted, and release what is gathered."""
         self._reducer.discard_step()
         self._gatherer.release_all()
-        self._gatherer.abandon_iteration(Mode.TRAINING)
+        self._gatherer.abandon_iteration(IterationKind.TRAINING)
 
     def saving(self) -> AbstractContextManager[None]:
         """Within the block, autograd saves no views of gathered parameters; below stage 3 this does nothing."""
@@ -277,8 +277,8 @@ class Hooks:
         if len(self._forwards) == 1:
             self._unpin()
             is_training = is_recomputing or (torch.is_grad_enabled() and module.training)
-            self._mode = Mode.TRAINING if is_training else Mode.INFERENCE
-            self._gatherer.abandon_iteration(Mode.INFERENCE)
+            self._mode = IterationKind.TRAINING if is_training else IterationKind.INFERENCE
+            self._gatherer.abandon_iteration(IterationKind.INFERENCE)
         forward.saving = self._saved.start()
         if is_recomputing:  # under activation checkpointing
             self._start_backward()
@@ -322,8 +322,8 @@ class Hooks:
         self._end_forward(self._forwards[-1], output)
         self._forwards.pop()
         if not self._forwards and output is not None:
-            if self._mode is Mode.INFERENCE:
-                self._gatherer.end_iteration(Mode.INFERENCE)
+            if self._mode is IterationKind.INFERENCE:
+                self._gatherer.end_iteration(IterationKind.INFERENCE)
             if torch._C._current_graph_task_id() == -1:
                 self._gatherer.agree()
 
@@ -361,7 +361,7 @@ class Hooks:
         self._start_backward()
         for bucket in buckets:
             bucket.hold(Hold.BACKWARD)
-            self._gatherer.acquire(bucket, Mode.TRAINING)
+            self._gatherer.acquire(bucket, IterationKind.TRAINING)
 
     def _end_of_use_in_backward(self, buckets: list[Bucket]) -> None:
         for bucket in buckets:

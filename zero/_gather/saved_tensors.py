@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from zcomm import StateError
-from zero._gather.gatherer import Gatherer, Mode
+from zero._gather.gatherer import Gatherer, IterationKind
 from zero._sharding.bucket import Bucket, Hold
 from zero._sharding.buffer_pool import storage_of
 
@@ -163,7 +163,7 @@ class SavedTensors:
             bucket.hold(Hold.BACKWARD)
         else:
             bucket.hold(Hold.VIEW)
-        self._gatherer.acquire(bucket, Mode.TRAINING if is_in_backward else None)
+        self._gatherer.acquire(bucket, IterationKind.TRAINING if is_in_backward else None)
         assert bucket.full is not None, f"bucket {bucket.name!r} is FULL without a buffer"
         view = bucket.full.as_strided(saved.size, saved.stride, saved.offset)
         return view.clone() if torch.is_grad_enabled() else view  # create_graph=True: this backward saves it again

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from zcomm import NodeSums, Work
+from zcomm import Work
 from zero._sharding.bucket import Bucket
 from zero._sharding.released import ReducedGradient
 from zero._storage.gradient_store import GradientStore
@@ -25,8 +25,6 @@ class BucketGrads:
     """A second one: a delayed update may still read the first while the next step's gradients arrive."""
     rows: Tensor | None = None
     """Stages 0 and 1: this rank's rows of ``full``, which reductions write."""
-    node_sums: NodeSums | None = None
-    """``mode="delta_hpz"``: gradients summed inside the node that did not cross the network yet."""
     full: Tensor | None = None
     """The buffer of local gradients that are not reduced yet; permanent at stages 0 and 1."""
     written: list[bool] = field(default_factory=list)
@@ -113,11 +111,6 @@ class BucketGrads:
             self.store.change(forget)
         if self.full is not None:
             self.full[at.offset : at.end].zero_()
-
-    @property
-    def has_sums(self) -> bool:
-        """Whether there are gradients that are summed inside the node only."""
-        return self.node_sums is not None and not self.node_sums.is_empty
 
 
 @dataclass(slots=True)

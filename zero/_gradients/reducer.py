@@ -29,10 +29,9 @@ from torch import Tensor
 
 from zcomm import DivergedError, StateError, Topology, Work, all_gather_single, control
 from zcomm._transport.call_context import outside_public_call
-from zero._config.settings import Effective, ZeroSettings
 from zero._gradients.accumulation import Accumulation
 from zero._gradients.bucket_gradients import BucketGrads, InFlight
-from zero._gradients.bucket_reduce_scatter import GradientReduceScatter, commit, forget_slot, roll_back
+from zero._gradients.bucket_reduce_scatter import GradientReduceScatter
 from zero._gradients.grad_attribute import GradAttributes, check_dense
 from zero._gradients.step_consistency import OTHER_GATHERS, StepFacts
 from zero._optim.gradient_files import GradientFiles
@@ -117,9 +116,8 @@ class Reducer:
     def __init__(
         self,
         buckets: list[Bucket],
-        topologies: tuple[Topology, Topology],
-        settings: ZeroSettings,
-        effective: Effective,
+        reduction: GradientReduceScatter,
+        agreeing: Topology,
         pool: BufferPool,
         gathers: Callable[[], int],
         files: GradientFiles | None = None,
@@ -128,11 +126,11 @@ class Reducer:
         self.phases = phases or Phases()
         # Two sets of process groups: some ranks may still have reductions in flight when others start the agreement. On
         # one group, torch would match the agreement of one rank with a reduction of another.
-        self._topology, self._agreeing = topologies
-        self._settings, self._effective, self._pool = settings, effective, pool
+        self.reduction, self._topology, self._agreeing = reduction, reduction.topology, agreeing
+        self._settings, self._effective, self._pool = reduction.settings, reduction.effective, pool
         self._gathers, self._files = gathers, files
         """``gathers`` returns the checksum of the gathers so far."""
-        self._stage, self.reduction = effective.stage, GradientReduceScatter(topologies[0], settings, effective)
+        self._stage = self._effective.stage
         self.all = [self._new(bucket) for bucket in buckets if bucket.is_trainable]
         self.by_bucket = {grads.bucket.index: grads for grads in self.all}
         self._largest = max((grads.bucket.layout.numel for grads in self.all), default=0)
@@ -144,7 +142,7 @@ class Reducer:
         self.facts = StepFacts(self.all)
         self.reduces_now = self._reaches_all_nodes = self.ends_step = True
         self.accumulation = Accumulation(
-            settings.gradient_accumulation_steps, reduces_each=self._stage.reduces_every_micro_batch
+            self._settings.gradient_accumulation_steps, reduces_each=self._stage.reduces_every_micro_batch
         )
         self.consumer: GradientConsumer = NoConsumer()
         """Uses the reduced gradients: set once, by the optimizer that is made after this."""
@@ -256,7 +254,10 @@ class Reducer:
         """Agree on what each rank has used and issued, so that all ranks make the same exchanges (G1)."""
         issued = set(map(id, self._order[: self._cursor]))
         used = [int(bit) for grads in self.all for bit in grads.used]
-        pending = [int(grads.has_local or (self._reaches_all_nodes and grads.has_sums)) for grads in self._order]
+        pending = [
+            int(grads.has_local or (self._reaches_all_nodes and self.reduction.has_sums(grads)))
+            for grads in self._order
+        ]
         late = [bit if id(grads) in issued else 0 for grads, bit in zip(self._order, pending, strict=True)]
         is_alone = self._topology.world_size == 1
         digest = 0 if is_alone else self.facts.digest(self.shown.edits(), self.ends_step)
@@ -300,7 +301,11 @@ class Reducer:
 
     def flush(self) -> None:
         """Reduce gradients left by ``no_sync`` or an unfinished accumulation window, or set by a user. Collective."""
-        if self._adopt_user_gradients(checks=True) or not self.reduces_now or any(grads.has_sums for grads in self.all):
+        if (
+            self._adopt_user_gradients(checks=True)
+            or not self.reduces_now
+            or any(self.reduction.has_sums(one) for one in self.all)
+        ):
             if self.facts.is_deferred:  # it takes the place of the reducing backward that other ranks may run
                 self.facts.count(is_deferred=False)
             self._cursor, self.reduces_now, self._reaches_all_nodes, self.ends_step = 0, True, True, True
@@ -387,7 +392,7 @@ class Reducer:
 
     def _drop(self, grads: BucketGrads, slot: int) -> None:
         grads.drop(slot, self._topology.shard_index("local"))
-        forget_slot(grads, grads.bucket.layout.slots[slot])
+        self.reduction.forget_slot(grads, grads.bucket.layout.slots[slot])
         self.has_cleared = True
         if self._stage.shards_gradients and grads.full is not None and not any(grads.written):
             self._pool.give(grads.full)
@@ -402,7 +407,7 @@ class Reducer:
             grads.has_result, grads.agreed = False, False
             grads.arrived.clear()
             grads.repeated.clear()
-            roll_back(grads)
+            self.reduction.roll_back(grads)
             grads.store.clear()
             grads.written, grads.used, grads.reduced = ([False] * len(grads.used) for _ in range(3))
             if self._stage.shards_gradients and grads.full is not None:
@@ -419,7 +424,7 @@ class Reducer:
 
     def commit(self) -> None:
         """The step is applied: residuals of its exchanges count from the next step on."""
-        commit(self.all)
+        self.reduction.commit()
 
     def detach_host_sums(self) -> list[GradientStore]:
         """Drop every gradient, but leave those in host memory to the caller: the next step uses other memory.

@@ -16,10 +16,10 @@ import torch
 from torch import nn
 
 from zcomm import ConfigError, LayoutError, StateError, Topology, control
-from zero._config.delta_hpz_settings import resolve_mode
 from zero._config.rank_consistency import differences_between_ranks
 from zero._config.settings import Effective, ZeroSettings
 from zero._model.init_shards import is_built
+from zero._modes import resolve_mode
 from zero._sharding.bucket import Bucket, is_managed
 from zero._sharding.layout import BucketLayout, group_consecutive
 from zero._sharding.units import Unit, find_units

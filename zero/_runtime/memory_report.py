@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zero._runtime.delta_hpz_state import residuals_of
+from zero._runtime.mode_state import residuals_of
 from zero._runtime.runtime import Runtime
 from zero._sharding.stages import model_state_nbytes
 
@@ -103,7 +103,7 @@ def measure(runtime: Runtime, optimizer: Optimizer) -> MemoryReport:
             "pool": runtime.pool.nbytes,
             "secondary partition": runtime.gatherer.secondary_nbytes,
             "residuals": sum(residual.nbytes for residual in residuals_of(runtime)),
-            "sums of the node": sum(g.node_sums.nbytes for g in runtime.reducer.all if g.node_sums is not None),
+            "sums of the node": runtime.reducer.reduction.sums_nbytes,
             "parameters on their way": runtime.parameter_storage.staging_nbytes,
             "states on their way": 0 if runtime.state_files is None else runtime.state_files.store.buffers.nbytes,
             "gradients on their way": 0 if gradient_files is None else gradient_files.store.buffers.nbytes,

@@ -20,10 +20,11 @@ from torch.optim import Optimizer
 from zcomm import StateError, Topology
 from zero._config.settings import ZeroSettings
 from zero._gather.gather_sources import GatherOptions, gather_options, start_gather
-from zero._gather.gatherer import Gatherer, Mode
+from zero._gather.gatherer import Gatherer, IterationKind
 from zero._gather.hooks import Hooks
 from zero._gradients.reducer import Reducer
 from zero._model.model_layout import ModelPlan, check_ranks_agree, plan_model
+from zero._modes import MODES
 from zero._optim.delayed_update import DelayedUpdate
 from zero._optim.file_update import FileUpdate, moments_of
 from zero._optim.gradient_files import GradientFiles
@@ -77,9 +78,10 @@ class Runtime:
         )
         own_numel = sum(bucket.layout.shard_numel for bucket in self.buckets)
         self.effective = self.effective.with_notes(details=self.parameter_storage.described(own_numel))
+        mode = MODES[self.effective.mode]
         self.gatherer = Gatherer(
             self.buckets,
-            options,
+            mode.sources(self.buckets, options, self.effective),
             settings,
             self.effective,
             self.pool,
@@ -113,29 +115,30 @@ class Runtime:
         return plans
 
     def _build(self, plan: ModelPlan) -> None:
+        topology, settings, mode = self.topology, self.settings, MODES[self.effective.mode]
         exact = self.effective.weight_format != "none" and not self.stage.shards_parameters
-        keeps = {
-            "keeps_exact_masters": exact,
-            "keeps_exact_shards": self.effective.change_format is not None and not self.stage.shards_parameters,
-        }
         partition_model(
-            self.model, self.buckets, self.stage, self.topology, (self.parameter_storage, self.state_files), **keeps
+            self.model,
+            self.buckets,
+            self.stage,
+            topology,
+            (self.parameter_storage, self.state_files),
+            keeps_exact_masters=exact,
+            keeps_exact_shards=mode.keeps_exact_shards,
         )
         if self.is_inexact:
             read = (b for b in self.buckets if exact or b.is_persistent or b.index in self.gatherer.replicas)
             self.write_back([b for b in read if b.dtype.is_floating_point])
         self._write_back.debug_copies.remember(self.buckets)
-        topology, settings = self.topology, self.settings
         # Reductions have a topology, and so process groups, of their own: gathers and reductions are started in orders
         # that need not match between them, and on one group that would be a deadlock.
-        topologies = (topology.companion, topology)
-        files = self.gradient_files = self._open_gradients()
+        companion, files = topology.companion, self._open_gradients()
+        self.gradient_files = files
         self.reducer = on_every_rank(
             lambda: Reducer(
                 self.buckets,
-                topologies,
-                settings,
-                self.effective,
+                mode.reduction(companion, settings, self.effective),
+                topology,
                 self.pool,
                 lambda: self.gatherer.checksum,
                 files,
@@ -188,7 +191,7 @@ class Runtime:
         self.reducer.accumulation.restart()
         self.reducer.facts.end_step(self.reducer.shown.edits())
         self.gatherer.release_all()
-        self.gatherer.end_iteration(Mode.TRAINING)
+        self.gatherer.end_iteration(IterationKind.TRAINING)
         self.pool.drop_unused()
 
     @in_phase("gather")

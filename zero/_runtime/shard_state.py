@@ -13,7 +13,7 @@ from zcomm import LayoutError, StateError
 from zero._optim.loss_scale import LossScale
 from zero._optim.masters import MasterPiece, compact
 from zero._ranks.rank_errors import on_every_rank
-from zero._runtime.delta_hpz_state import node_state
+from zero._runtime.mode_state import node_state
 from zero._runtime.runtime import Runtime
 from zero._sharding.bucket import Bucket
 

@@ -12,6 +12,7 @@ from zcomm import ConfigError
 from zero._config.parse import Configuration, Source, parse, read_source
 from zero._config.resolved import to_dtype
 from zero._config.sections import Config
+from zero._modes import MODES
 from zero._optim.state_files import LARGEST_NUMEL
 from zero._sharding.layout import BucketLayout
 from zero._sharding.units import find_units
@@ -175,8 +176,8 @@ def _param_nbytes(model: nn.Module) -> int:
 
 def _setup(config: Config, own_nbytes: int, counts: Counts, nodes: int, ranks: int) -> TrainingSetup:
     zero = config.zero_optimization
-    sends_deltas = config.zcomm.mode == "delta" and nodes > 1
-    in_node = config.zcomm.mode == "delta_hpz" and zero.stage == 3
+    mode = config.zcomm.mode if nodes > 1 else None
+    weights = None if config.zcomm.mode else config.zcomm.weight_format  # a mode's is that of deltas
     param_nbytes = 2 if config.fp16.enabled or config.bf16.enabled else own_nbytes
     accumulation_dtype = config.data_types.grad_accum_dtype
     moments = NUM_MOMENTS.get((config.optimizer.type or "adam").lower(), 2)
@@ -191,15 +192,12 @@ def _setup(config: Config, own_nbytes: int, counts: Counts, nodes: int, ranks: i
         state_nbytes=width * (1 + moments),
         shared_nbytes=width if param_nbytes == width else 0,
         sent_nbytes=gradient_nbytes if _sends_wider(config) else min(param_nbytes, gradient_nbytes),
-        reduced_nbytes=min(param_nbytes, gradient_nbytes) if _sends_as_parameters(config) else gradient_nbytes,
+        reduced_nbytes=min(param_nbytes, gradient_nbytes) if _sends_as_parameters(config, mode) else gradient_nbytes,
         sums_gradients=(config.gradient_accumulation_steps or 1) > 1,
         merged_numel=min(2**20, zero.reduce_bucket_size, zero.allgather_bucket_size),
-        has_secondary=zero.zero_hpz_partition_size > 1 or in_node,
-        has_residuals=in_node and nodes > 1,
-        sums_in_node=in_node and (config.gradient_accumulation_steps or 1) > 1,
-        keeps_shards=sends_deltas,
-        quantizes_weights=not sends_deltas
-        and (zero.zero_quantized_weights or config.zcomm.weight_format not in (None, "none")),
+        has_secondary=zero.zero_hpz_partition_size > 1 and mode is None,
+        mode=mode,
+        quantizes_weights=mode is None and (zero.zero_quantized_weights or weights not in (None, "none")),
         encodes_frozen=zero.zero_quantized_nontrainable_weights,
         files=_files(config, counts, param_nbytes, nodes * ranks),
         offloaded_share=zero.offload_optimizer.ratio,
@@ -208,10 +206,10 @@ def _setup(config: Config, own_nbytes: int, counts: Counts, nodes: int, ranks: i
     )
 
 
-def _sends_as_parameters(config: Config) -> bool:
-    """Whether gradients are sent in the dtype of the parameters: the default, without format, mode or dtype."""
-    own = config.zcomm
-    is_plain = not (config.zero_optimization.zero_quantized_gradients or own.gradient_format or own.mode)
+def _sends_as_parameters(config: Config, mode: str | None) -> bool:
+    """Whether gradients are sent in the dtype of the parameters: the default, without a format or a dtype."""
+    chosen = config.zero_optimization.zero_quantized_gradients or config.zcomm.gradient_format
+    is_plain = not (chosen or MODES[mode].has_own_formats)
     return is_plain and config.communication_data_type is None
 
 

@@ -10,7 +10,7 @@ upper bound:
     stage 3           k reductions, 2k gathers: for forward and for backward,       ZeRO, section 7
                       also of embeddings and the last layer, which backward does not gather
       hpZ             of them one over all ranks, the others inside the node        ZeRO++, section 3.2
-      delta-hpZ       2k gathers inside the node; k first hops, one second;         zero._config.delta_hpz_settings
+      delta-hpZ       2k gathers inside the node; k first hops, one second;         zero._modes.delta_hpz
                       and the deltas of the shards once
 """
 
@@ -32,11 +32,12 @@ from zcomm.volume import (
     reduce_scatter_sent,
     secondary_gather_sent,
 )
-from zero._config.delta_hpz_settings import resolve_mode
 from zero._config.settings import Effective, ZeroSettings
 from zero._gather.gather_sources import GatherOptions, gather_options
 from zero._gradients.bucket_reduce_scatter import WIRE_NAMES
 from zero._model.model_layout import MERGED_NUMEL
+from zero._modes import MODES, resolve_mode
+from zero._modes.mode import Mode
 from zero._sharding.layout import BucketLayout
 from zero.plan.model import Model
 
@@ -90,6 +91,11 @@ class Exchanges:
         options = gather_options(settings, effective, topology)
         return cls(settings, effective, options, shape, dtype, settings.gradient_dtype or torch.float32)
 
+    @property
+    def mode(self) -> Mode:
+        """The mode in effect."""
+        return MODES[self.effective.mode]
+
     def gather(self, layout: BucketLayout) -> MovedBytes:
         """The gather of a bucket's full parameters from the primary partition, over all ranks."""
         wire = (self.effective.weight_format,) * 2
@@ -109,7 +115,7 @@ class Exchanges:
             narrow = "none" if self.gradient_dtype == self.dtype else WIRE_NAMES[self.dtype]
             wire = (narrow, narrow)
         ends = layout.chunks(self.settings.reduce_bucket_size)
-        parts = [stop - start for start, stop in ends] if self.effective.change_format is None else [layout.shard_numel]
+        parts = [stop - start for start, stop in ends] if self.mode.is_chunked else [layout.shard_numel]
         return _total(
             [
                 MovedBytes(
@@ -120,8 +126,10 @@ class Exchanges:
         )
 
     def write_back(self, layout: BucketLayout) -> MovedBytes:
-        """The gather after a step: below stage 3 of new parameters (stage 0: of gradients), in delta-hpZ of deltas."""
+        """The gather after a step: below stage 3 of new parameters (stage 0: of gradients), or of deltas."""
         if (wire := self.effective.change_format) is not None:
+            if self.mode.deltas_over == "world":
+                return self._gathered([layout.shard_numel], torch.float32, (wire, wire))
             sent = one_hop_sent(layout.shard_numel, torch.float32, 0, self.shape.num_nodes - 1, wire)
             return MovedBytes(sent, Exchanged(0, int(self.shape.num_nodes > 1)))  # one hop, never in chunks
         if self.effective.stage.shards_parameters:
@@ -149,28 +157,21 @@ class Exchanges:
 
     def moved_for(self, layout: BucketLayout, num_micro: int, *, is_trainable: bool) -> dict[str, MovedBytes]:
         """What is sent for one bucket in a step of ``num_micro`` micro-batches, by kind."""
-        stage, has_replica = self.effective.stage, self.effective.change_format is not None
-        num_global, num_in_node = (0, 0) if not stage.shards_parameters else (2 * num_micro, 0)
-        if has_replica:
-            num_global, num_in_node = 0, num_global
-        elif self.effective.has_secondary:
-            num_global, num_in_node = 1, num_global - 1
+        times = self.mode.schedule(self.effective.stage, num_micro, has_secondary=self.effective.has_secondary)
         found = {
-            KINDS[0]: _times(self.gather(layout), num_global) if num_global else NOTHING,
-            KINDS[1]: _times(self.gather_in_node(layout), num_in_node) if num_in_node else NOTHING,
+            KINDS[0]: _times(self.gather(layout), times.gathers) if times.gathers else NOTHING,
+            KINDS[1]: _times(self.gather_in_node(layout), times.node_gathers) if times.node_gathers else NOTHING,
             KINDS[2]: NOTHING,
             KINDS[3]: NOTHING,
             KINDS[4]: NOTHING,
         }
         if is_trainable:
             once = self.reduce(layout)
-            times = num_micro if stage.reduces_every_micro_batch else 1
-            found[KINDS[2]] = _times(once, times)
-            if has_replica:  # node sums: the second hop only once, at the boundary
-                sent, counts = found[KINDS[2]]
-                found[KINDS[2]] = MovedBytes(
-                    sent._replace(inter=once.sent.inter), counts._replace(inter=once.exchanges.inter)
-                )
+            in_node, between = _times(once, times.node_reductions), _times(once, times.reductions)
+            found[KINDS[2]] = MovedBytes(
+                Sent(in_node.sent.intra, between.sent.inter),
+                Exchanged(in_node.exchanges.intra, between.exchanges.inter),
+            )
             found[KINDS[3]] = self.write_back(layout)
         return found
 
@@ -204,11 +205,8 @@ def kernel_nbytes(model: Model, exchanges: Exchanges, num_micro: int = 1) -> flo
     reductions = num_micro if effective.stage.reduces_every_micro_batch else 1
     found = reductions * (of_gradient + 2 * on_wire) * numel
     if effective.change_format is not None:
-        found += (
-            (_wire_nbytes(effective.change_format, torch.float32) + 2 * of_gather)
-            * numel
-            / exchanges.shape.ranks_per_node
-        )
+        decoded = numel if exchanges.mode.deltas_over == "world" else numel / exchanges.shape.ranks_per_node
+        found += (_wire_nbytes(effective.change_format, torch.float32) + 2 * of_gather) * decoded
     elif effective.weight_format != "none":
         gathers = 1 if effective.has_secondary or not effective.stage.shards_parameters else 2 * num_micro
         found += gathers * (_wire_nbytes(effective.weight_format, exchanges.dtype) + of_gather) * numel

@@ -42,6 +42,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from zero._modes import MODES
+from zero._modes.mode import MemoryShape
+
 RECOMPUTATION = 1 / 3
 """Additional computation with activation checkpoints: one more forward; a backward costs two."""
 ENCODED_NBYTES = 1 + 2 / 256
@@ -134,11 +137,8 @@ class TrainingSetup:
     merged_numel: int = 2**20
     """Below stage 3, layers of up to so many elements share an exchange."""
     has_secondary: bool = False
-    has_residuals: bool = False
-    sums_in_node: bool = False
-    """Whether gradients of the micro-batches are summed inside the node: ``mode="delta_hpz"``."""
-    keeps_shards: bool = False
-    """Whether trainable shards are kept beside full parameters, which get deltas: ``mode="delta"``, stages 1 and 2."""
+    mode: str | None = None
+    """The mode in effect."""
     quantizes_weights: bool = False
     """Whether the forward reads quantized weights: below stage 3, exact ones are kept beside them."""
     encodes_frozen: bool = False
@@ -188,8 +188,8 @@ def _model_states(counts: Counts, setup: TrainingSetup) -> list[MemoryUsage]:
 def _parameters(counts: Counts, setup: TrainingSetup) -> list[MemoryUsage]:
     trainable, frozen = _trainable_and_frozen(counts)
     if setup.stage < 3:
-        shards = trainable / setup.world_size if setup.keeps_shards and setup.stage else 0.0
-        return [MemoryUsage("parameters", "device", setup.param_nbytes * (counts.numel + shards))]
+        shards = _of_mode(counts, setup).get("parameters", 0.0)
+        return [MemoryUsage("parameters", "device", setup.param_nbytes * counts.numel + shards)]
     ranks, place = setup.world_size, setup.tier.parameters
     codes = ENCODED_NBYTES * frozen / ranks if setup.encodes_frozen else 0.0
     numel = (trainable if setup.encodes_frozen else counts.numel) / ranks
@@ -272,11 +272,22 @@ def _buffers(counts: Counts, setup: TrainingSetup) -> list[MemoryUsage]:
         found.append(
             MemoryUsage("secondary partition", "device", setup.param_nbytes * counts.numel / setup.ranks_per_node)
         )
-    if setup.has_residuals and setup.stage >= 1:
-        found.append(MemoryUsage("residuals", "device", (1 + 2 / 256) * trainable / setup.ranks_per_node))
-    if setup.sums_in_node and setup.stage == 3 and setup.num_nodes > 1:
-        found.append(MemoryUsage("sums of the node", "device", 4 * trainable / setup.ranks_per_node))
+    of_mode = {kind: nbytes for kind, nbytes in _of_mode(counts, setup).items() if kind != "parameters"}
+    found += [MemoryUsage(kind, "device", nbytes) for kind, nbytes in of_mode.items()]
     return [*found, *_file_buffers(counts, setup)]
+
+
+def _of_mode(counts: Counts, setup: TrainingSetup) -> dict[str, float]:
+    """What the mode holds on the device."""
+    shape = MemoryShape(
+        counts.numel,
+        counts.numel if counts.trainable is None else counts.trainable,
+        setup.num_nodes,
+        setup.ranks_per_node,
+        setup.param_nbytes,
+        setup.sums_gradients,
+    )
+    return MODES[setup.mode].memory(shape)
 
 
 def _file_buffers(counts: Counts, setup: TrainingSetup) -> list[MemoryUsage]:

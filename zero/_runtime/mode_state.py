@@ -1,6 +1,6 @@
-"""The state of ``mode="delta_hpz"`` in a checkpoint beside the masters: replicas, and residuals of gradients.
+"""The state of a mode in a checkpoint beside the masters: replicas, and residuals of gradients.
 
-With ``mode="delta"`` the full parameters are such replicas, and there are no residuals. Without this state a restarted
+With ``mode="delta"`` the full parameters are replicas, and there are no residuals. Without this state a restarted
 run would train on, but with other bits: its replicas would be the masters rounded once, not the sum of sent changes.
 """
 
@@ -27,8 +27,7 @@ def replica_shards(runtime: Runtime) -> dict[Bucket, Tensor]:
 
 def residuals_of(runtime: Runtime) -> list[Residual]:
     """This rank's residuals, one for each trainable bucket; none in other modes."""
-    sums = [grads.node_sums for grads in runtime.reducer.all]
-    return [one.residual for one in sums if one is not None and one.residual is not None]
+    return runtime.reducer.reduction.residuals
 
 
 def node_state(runtime: Runtime) -> dict[str, Any] | None:

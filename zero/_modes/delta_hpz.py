@@ -1,0 +1,228 @@
+"""``mode="delta_hpz"``, stage 3 on several nodes: 4-bit messages cross the network once a step, not per micro-batch.
+
+    forward, backward   parameters are gathered inside the node from its ranks' replicas       Replica
+    each micro-batch    gradients are summed inside the node, in float32               NodeSumReduction
+    the last one        these sums are reduced between the nodes, bucket by bucket     NodeSumReduction
+    step()              norm and clipping; then bucket by bucket the sharded update. The       BucketwiseUpdate
+                        delta of the updated shard goes to the ranks of equal local rank of
+                        the other nodes while the next bucket is updated; the bucket's next
+                        use waits for it
+
+A replica is this rank's 1 / L of its node's copy of the parameters, in their dtype. The sender knows what receivers
+hold, so errors do not accumulate, and all nodes hold the same bits. Writes outside of a step (loading,
+GatheredParameters, safe_set_*) update replicas exactly. What the last hop of the reduction loses is kept as a
+residual, without the loss scale, and committed when the step is applied. Frozen parameters are never sent, nor are
+buckets that no rank used in the step.
+
+Bytes for each parameter and rank beyond stage 3: 2 / L replica, 1 / L residual, and with accumulation 4 / L sums.
+
+    full buffer --hop 1--> node sums, float32 --hop 2 with residual--> mean in the shard     the last backward of a step
+    full buffer --hop 1--> node sums                                                         earlier backwards
+
+Residuals become current when a step is applied: a skipped step must leave them as they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from zcomm import LayoutError, NodeReplica, NodeSums, Residual, Span, Topology, Work
+from zcomm._residuals.grad_scaler import UserLossScale
+from zero._config.settings import UNQUANTIZED, Effective, ZeroSettings
+from zero._gather.gather_sources import DeltaReceiver, GatherOptions, ParameterSource, Primary
+from zero._gradients.bucket_gradients import BucketGrads
+from zero._gradients.bucket_reduce_scatter import GradientReduceScatter
+from zero._modes.deltas import CHANGE_FORMAT, DeltaMode
+from zero._modes.mode import MemoryShape, StepSchedule
+from zero._sharding.bucket import Bucket
+from zero._sharding.layout import Slot
+from zero._sharding.stages import Stage
+from zero._storage.tier_settings import Tier
+
+GRADIENT_FORMAT = ("int8", "nf4")
+"""The formats of gradients inside the node and between nodes, unless ``gradient_format`` is given."""
+
+
+class DeltaHpz(DeltaMode):
+    """A replica in every node, and gradients that are summed in the node."""
+
+    name, stages, deltas_over = "delta_hpz", (3,), "nodes"
+    has_own_formats, is_chunked = True, False
+    needs = "stage 3, where parameters are gathered: stage=STAGE; mode='delta' is of stages 1 and 2"
+
+    def refused(self, settings: ZeroSettings) -> dict[str, bool]:
+        return {
+            "offload_param (replicas are on the device)": settings.tiers.parameters.tier is not Tier.DEVICE,
+            "zero_quantized_nontrainable_weights (replicas have the parameters' dtype)": (
+                settings.quantized_nontrainable_weights
+            ),
+            "hpz_secondary_device='cpu' (replicas are on the device)": settings.hpz_secondary_device == "cpu",
+        }
+
+    def remaining(self, settings: ZeroSettings, inactive: list[str]) -> ZeroSettings:
+        gradients = settings.gradient_format or GRADIENT_FORMAT
+        self.check_rounding(*((gradients,) if isinstance(gradients, str) else gradients))
+        if settings.quantized_gradients:
+            inactive.append(
+                f"quantized_gradients (mode={self.name!r}: gradients are sent as {gradients}; set gradient_format for "
+                "others)"
+            )
+        if settings.hpz_partition_size > 1:
+            inactive.append(f"hpz_partition_size (mode={self.name!r}: every node has a replica already)")
+        return replace(settings, gradient_format=gradients, quantized_gradients=False, hpz_partition_size=1)
+
+    def text(self, changes: str) -> str:
+        return f"replicas in every node (delta-hpZ), their deltas as {changes}"
+
+    def source(self, bucket: Bucket, primary: Primary, options: GatherOptions, effective: Effective) -> ParameterSource:
+        return Replica(bucket, options, effective.change_format or CHANGE_FORMAT, primary.exchanges)
+
+    def receiver(self, bucket: Bucket, source: object, options: GatherOptions, format: str) -> DeltaReceiver | None:
+        return source if isinstance(source, Replica) else None
+
+    def reduction(self, topology: Topology, settings: ZeroSettings, effective: Effective) -> GradientReduceScatter:
+        return NodeSumReduction(topology, settings, effective)
+
+    def memory(self, shape: MemoryShape) -> dict[str, float]:
+        per_node = shape.ranks_per_node
+        return {
+            "secondary partition": shape.param_nbytes * shape.numel / per_node,
+            "residuals": (1 + 2 / 256) * shape.trainable / per_node,
+            "sums of the node": 4 * shape.trainable / per_node if shape.sums_gradients else 0,
+        }
+
+    def schedule(self, stage: Stage, num_micro: int, *, has_secondary: bool) -> StepSchedule:
+        return StepSchedule(0, 2 * num_micro, num_micro, 1)
+
+
+class Replica:
+    """The node's replica in ``mode="delta_hpz"``, divided like the exchanges of the primary partition.
+
+    Every write back updates it, so it is always valid.
+    """
+
+    reads_shard, keeps_values = False, True
+
+    def __init__(self, bucket: Bucket, options: GatherOptions, format: str, exchanges: Sequence[int]) -> None:
+        self._bucket, self._is_async, self.exchanges = bucket, options.is_async, exchanges
+        self.node = NodeReplica(
+            options.topology, bucket.layout.shard_numel, bucket.dtype, format=format, device=bucket.device
+        )
+        self._ends = [end // options.topology.ranks_per_node for end in accumulate(exchanges)]
+
+    @property
+    def nbytes(self) -> int:
+        return self.node.nbytes
+
+    def gathered(self, full: Tensor) -> None: ...
+
+    def values_changed(self) -> None: ...
+
+    @property
+    def held(self) -> Tensor:
+        """What every node holds of this rank's shard, [n]."""
+        return self.node.held
+
+    def start(self, index: int, full: Tensor) -> Work | None:
+        """Start exchange number ``index``."""
+        start = self._ends[index - 1] if index else 0
+        return self.node.gather(full, start, self._ends[index], async_op=self._is_async)
+
+    def send_change(self) -> None:
+        """Send the change of the shard to all nodes after a step."""
+        self.node.update(self._bucket.shard, async_op=self._is_async)
+
+    def refresh(self, values: Tensor | None = None) -> None:
+        """Send the shard, or other values for it, to all nodes unquantized."""
+        self.node.refresh(self._bucket.shard if values is None else values, async_op=self._is_async)
+
+    def wait(self) -> None:
+        """Wait for the exchange in flight, and raise its error."""
+        self.node.wait()
+
+
+class NodeSumReduction(GradientReduceScatter):
+    """Sums inside the node in every backward; the last one of a step reduces these sums between the nodes."""
+
+    stays_in_node = True
+
+    def __init__(self, topology: Topology, settings: ZeroSettings, effective: Effective) -> None:
+        super().__init__(topology, settings, effective)
+        self._sums: dict[int, NodeSums] = {}
+        """By bucket."""
+        self._scaling = UserLossScale("auto", self._forget)
+
+    def _forget(self) -> None:
+        for residual in self.residuals:
+            residual.reset()
+
+    @property
+    def sums_nbytes(self) -> int:
+        return sum(sums.nbytes for sums in self._sums.values())
+
+    def prepare(self, grads: BucketGrads) -> None:
+        """Create the node sums and the residual of a bucket.
+
+        Raises:
+            LayoutError: The sums are in float32, and the parameters are float64.
+        """
+        bucket, formats = grads.bucket, self.effective.gradient_formats
+        assert formats is not None, 'mode="delta_hpz" without gradient formats'
+        if grads.dtype == torch.float64:
+            name = bucket.layout.slots[0].name
+            raise LayoutError(
+                f"mode={self.settings.mode!r} sums gradients in float32: parameter {name!r} has float64 gradients; "
+                "use float32, bfloat16 or float16, or leave out the mode"
+            )
+        residual = None
+        if formats[1] not in UNQUANTIZED:
+            spans = [Span(slot.name, slot.offset, slot.numel) for slot in bucket.layout.slots]
+            residual = Residual(
+                self.topology, spans, bucket.layout.numel, numbering="local", device=bucket.device,
+                beta=self.settings.residual_beta, reset_interval=self.settings.residual_reset_interval,
+            )  # fmt: skip
+            self.residuals.append(residual)
+        numel = bucket.layout.shard_numel
+        self._sums[bucket.index] = NodeSums(self.topology, numel, formats, device=bucket.device, residual=residual)
+
+    def start(self, grads: BucketGrads, full: Tensor, output: Tensor | None) -> list[Work]:
+        """Start reducing ``full`` to ``output``; None: to the node sums."""
+        sums = self._sums[grads.bucket.index]
+        if output is None:
+            work = sums.add(full, async_op=self.is_async)
+        else:
+            scale = 1.0 if self.loss_scale is None or self.is_unscaled else self.loss_scale.scale
+            if self.loss_scale is None and sums.residual is not None:
+                sums.residual.set_loss_scale(self._scaling.current_scale())  # that of the user's own GradScaler
+            work = sums.reduce(output, full, scale=scale, async_op=self.is_async)
+        return [] if work is None else [work]
+
+    def travel_dtype(self, grads: BucketGrads) -> torch.dtype:
+        return grads.dtype
+
+    def has_sums(self, grads: BucketGrads) -> bool:
+        return not self._sums[grads.bucket.index].is_empty
+
+    def commit(self) -> None:
+        """The step is applied: what its exchanges lost to rounding is added in the next ones."""
+        for residual in self.residuals:
+            residual.commit()
+
+    def forget_slot(self, grads: BucketGrads, slot: Slot) -> None:
+        """Drop one parameter from the node sums; all of them, if no other has a gradient."""
+        if any(grads.used):
+            self._sums[grads.bucket.index].forget(slot.offset, slot.end)
+        else:
+            self.roll_back(grads)
+
+    def roll_back(self, grads: BucketGrads) -> None:
+        """Drop the node sums, and what exchanges since the last applied step lost to rounding."""
+        sums = self._sums[grads.bucket.index]
+        sums.clear()
+        if sums.residual is not None:
+            sums.residual.rollback()

@@ -1,0 +1,76 @@
+"""What the two modes share that send deltas of the parameters after a step, instead of parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import ClassVar
+
+from zcomm import ConfigError, Topology, get_format
+from zero._config.settings import Effective, ZeroSettings, resolve
+from zero._gather.gather_sources import BucketSources, DeltaReceiver, GatherOptions
+from zero._modes.mode import Mode
+from zero._sharding.bucket import Bucket
+
+CHANGE_FORMAT = "int4"
+"""The format of parameters' deltas, unless ``weight_format`` is given."""
+
+
+class DeltaMode(Mode):
+    """Has an effect on several nodes: it saves what crosses the network."""
+
+    stages: ClassVar[tuple[int, ...]]
+    needs: ClassVar[str]
+    """The stages, and why these."""
+
+    def resolve(self, settings: ZeroSettings, topology: Topology) -> Effective:
+        if settings.stage not in self.stages:
+            raise ConfigError(f"mode={self.name!r} needs {self.needs}".replace("STAGE", str(settings.stage)))
+        refused = {
+            "delayed_update (replicas would be one update behind)": settings.tiers.states.delays_update,
+            **self.refused(settings),
+        }
+        if requested := [what for what, is_requested in refused.items() if is_requested]:
+            raise ConfigError(f"mode={self.name!r} is not combined with {'; '.join(requested)}: leave out one of them")
+        if topology.num_nodes == 1:
+            effective = resolve(replace(settings, mode=None, weight_format=None), topology)
+            return effective.with_notes(inactive=(f"mode={self.name!r} (one node: nothing crosses a network)",))
+        changes, inactive = settings.weight_format or CHANGE_FORMAT, list[str]()
+        if settings.quantized_weights:
+            inactive.append(f"quantized_weights (mode={self.name!r}: deltas of parameters are sent, as {changes})")
+        remaining = replace(settings, weight_format="none", quantized_weights=False)
+        self.check_rounding(changes)
+        effective = resolve(self.remaining(remaining, inactive), topology)
+        effective = replace(effective, mode=self.name, mode_text=self.text(changes), change_format=changes)
+        return effective.with_notes(inactive=tuple(inactive))
+
+    def check_rounding(self, *formats: str) -> None:
+        """Refuse formats that do not round to nearest."""
+        for name in formats:
+            if get_format(name).is_random:
+                raise ConfigError(f"mode={self.name!r} rounds to nearest: format={name!r} rounds stochastically")
+
+    def refused(self, settings: ZeroSettings) -> dict[str, bool]:
+        """By what it is, whether ``settings`` ask for something that the mode does not combine with."""
+        return {}
+
+    def remaining(self, settings: ZeroSettings, inactive: list[str]) -> ZeroSettings:
+        """What the mode makes of other settings; those without effect are added to ``inactive``."""
+        return settings
+
+    def text(self, changes: str) -> str:
+        """What it does, for the log."""
+        raise NotImplementedError
+
+    def sources(self, buckets: Sequence[Bucket], options: GatherOptions, effective: Effective) -> BucketSources:
+        sources = super().sources(buckets, options, effective).sources
+        receivers = {}
+        for bucket, source in zip(buckets, sources, strict=True):
+            receiver = self.receiver(bucket, source, options, effective.change_format or CHANGE_FORMAT)
+            if receiver is not None:
+                receivers[bucket.index] = receiver
+        return BucketSources(options, sources, receivers)
+
+    def receiver(self, bucket: Bucket, source: object, options: GatherOptions, format: str) -> DeltaReceiver | None:
+        """What the deltas of ``bucket`` are added to; None: its parameters themselves are sent."""
+        raise NotImplementedError
