@@ -1,6 +1,6 @@
 """The worked examples of CONTRIBUTING.md, replayed in a copy of the repository."""
 
-# covers zero/_config/keys.py zero/_config/json_schema.py zcomm/_formats/formats.py zcomm/_formats/blocks.py
+# covers zero/_modes/__init__.py zero/_config/keys.py zero/_config/json_schema.py zcomm/_formats/formats.py zcomm/_formats/blocks.py
 
 from __future__ import annotations
 
@@ -117,6 +117,76 @@ print("replayed")
 """
 
 
+MODE = """
+import sys
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+import zcomm
+import zero
+from torch import nn
+from zero._config import resolve_config
+from zero.plan import Model
+from zero.plan.exchanges import Exchanges, step_moved
+
+WIDTH, NUM_MICRO = 64, 2
+
+
+def layers():
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3))).bfloat16()
+
+
+def trained(**options):
+    model = layers()
+    options |= {"stage3_max_reuse_distance": 0, "stage3_param_persistence_threshold": 0}
+    options |= {"gradient_accumulation_steps": NUM_MICRO}
+    optimizer = zero.ZeroOptimizer(model, torch.optim.SGD, stage=3, lr=0.1, **options)
+    for _ in range(3):
+        with zcomm.traffic() as traffic:
+            for _ in range(NUM_MICRO):
+                x = torch.ones(1, WIDTH, dtype=torch.bfloat16) * (1 + dist.get_rank())
+                model(x).float().square().sum().backward()
+            kept = optimizer.memory().buffers["secondary partition"]
+            optimizer.step()
+            optimizer.zero_grad()
+    assert optimizer.memory().buffers["secondary partition"] == 0  # the parameters have changed
+    values = {name: value.clone() for name, value in model.state_dict().items()}
+    optimizer.close()
+    settings = resolve_config(None, options | {"stage": 3}).settings
+    planned = step_moved(
+        Model.of_module(layers(), num_layers=3, hidden=WIDTH), Exchanges.of(settings, 1, 2, torch.bfloat16), NUM_MICRO
+    )
+    sent = traffic.bytes() - traffic.bytes(operation="control")
+    assert sent == sum(moved.sent.intra for kind, moved in planned.items() if kind != "agreements"), traffic
+    estimated = zero.estimate(layers(), options_json(options), 1, 2, prints=False).usage()
+    assert sum(one.nbytes for one in estimated if one.kind == "secondary partition") == kept, estimated
+    return values, sent, kept
+
+
+def options_json(options):
+    return {"zero_optimization": {"stage": 3}, "zcomm": {"mode": options.get("mode")}, "bf16": {"enabled": True}}
+
+
+rank, store = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", f"file://{store}", timedelta(seconds=60), world_size=2, rank=rank)
+plain, sent, kept = trained()
+with_copy, fewer, numel = trained(mode="own_copy")
+assert plain.keys() == with_copy.keys() and all(torch.equal(plain[name], with_copy[name]) for name in plain)
+assert kept == 0 and numel >= 2 * 3 * (WIDTH * WIDTH + WIDTH) and 0 < fewer < sent
+for options, text in (({"stage": 2}, "needs stage 3"), ({"stage": 3, "mode": "own_cpy"}, "own_copy")):
+    try:
+        zero.ZeroOptimizer(layers(), torch.optim.SGD, lr=0.1, **({"mode": "own_copy"} | options))
+    except zcomm.ConfigError as error:
+        assert text in str(error), error
+    else:
+        raise AssertionError(options)
+dist.destroy_process_group()
+print("replayed")
+"""
+
+
 def _apply(example: str, folder: Path) -> list[str]:
     """Apply the diff of ``example`` to the copy in ``folder``; returns the files that it changes."""
     pattern = rf"<!-- example: {example} -->\n```diff\n(.*?)```"
@@ -176,3 +246,13 @@ def test_a_format_is_one_declaration_and_its_file(tmp_path: Path) -> None:
     assert [file for file in changed if (ROOT / file).exists()] == ["zcomm/_formats/formats.py"]
     _end([_start(FORMAT, tmp_path)])
     _end([_start(FORMAT, tmp_path, str(rank), str(tmp_path / "store")) for rank in range(2)])
+
+
+def test_a_mode_is_one_file_a_name_and_a_line(tmp_path: Path) -> None:
+    """It trains with the bits of the stage alone, and plan and estimate know what it sends and keeps."""
+    Copy(tmp_path)
+    changed = _apply("mode", tmp_path)
+    assert [file for file in changed if (ROOT / file).exists()] == [
+        "zero/_modes/__init__.py", "zero/_config/setting_keys.py",
+    ]  # fmt: skip
+    _end([_start(MODE, tmp_path, str(rank), str(tmp_path / "store")) for rank in range(2)])

@@ -25,10 +25,8 @@ class Delta(DeltaMode):
     """Deltas instead of the parameters that are gathered after a step."""
 
     name, stages, keeps_exact_shards, deltas_over = "delta", (1, 2), True, "world"
-    needs = (
-        "stage 1 or 2, where every rank updates a shard of parameters that all hold: stage=STAGE; stage 3 has "
-        "mode='delta_hpz'"
-    )
+    needs = "stage 1 or 2, where every rank updates a shard of parameters that all hold"
+    instead = "stage 3 has mode='delta_hpz'"
 
     def text(self, changes: str) -> str:
         return f"deltas of parameters as {changes}"

@@ -17,15 +17,18 @@ CHANGE_FORMAT = "int4"
 
 
 class DeltaMode(Mode):
-    """Has an effect on several nodes: it saves what crosses the network."""
+    """Saves what crosses the network."""
 
+    needs_nodes = True
     stages: ClassVar[tuple[int, ...]]
     needs: ClassVar[str]
     """The stages, and why these."""
+    instead: ClassVar[str]
+    """Which mode is of others."""
 
     def resolve(self, settings: ZeroSettings, topology: Topology) -> Effective:
         if settings.stage not in self.stages:
-            raise ConfigError(f"mode={self.name!r} needs {self.needs}".replace("STAGE", str(settings.stage)))
+            raise ConfigError(f"mode={self.name!r} needs {self.needs}: stage={settings.stage}; {self.instead}")
         refused = {
             "delayed_update (replicas would be one update behind)": settings.tiers.states.delays_update,
             **self.refused(settings),

@@ -48,6 +48,8 @@ class Mode:
     """The stage alone. A mode overrides what it changes."""
 
     name: ClassVar[str | None] = None
+    needs_nodes: ClassVar[bool] = False
+    """Whether it has an effect on several nodes only."""
     has_own_formats: ClassVar[bool] = False
     """Whether gradients have formats of the mode where none is given."""
     keeps_exact_shards: ClassVar[bool] = False

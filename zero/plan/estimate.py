@@ -176,7 +176,7 @@ def _param_nbytes(model: nn.Module) -> int:
 
 def _setup(config: Config, own_nbytes: int, counts: Counts, nodes: int, ranks: int) -> TrainingSetup:
     zero = config.zero_optimization
-    mode = config.zcomm.mode if nodes > 1 else None
+    mode = None if nodes == 1 and MODES[config.zcomm.mode].needs_nodes else config.zcomm.mode
     weights = None if config.zcomm.mode else config.zcomm.weight_format  # a mode's is that of deltas
     param_nbytes = 2 if config.fp16.enabled or config.bf16.enabled else own_nbytes
     accumulation_dtype = config.data_types.grad_accum_dtype
