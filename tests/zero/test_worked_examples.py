@@ -1,6 +1,7 @@
 """The worked examples of CONTRIBUTING.md, replayed in a copy of the repository."""
 
-# covers zero/_modes/__init__.py zero/_config/keys.py zero/_config/json_schema.py zcomm/_formats/formats.py zcomm/_formats/blocks.py
+# covers zero/_modes/__init__.py zero/_config/keys.py zero/_config/json_schema.py
+# covers zcomm/_formats/formats.py zcomm/_formats/blocks.py
 
 from __future__ import annotations
 
