@@ -26,6 +26,7 @@ no exchange, or another one first, leaves the others waiting.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
@@ -149,10 +150,10 @@ def _check_input(
     dtype: Any = None,
 ) -> None:
     """Check what an operator cannot, since it only receives text and plain tensors."""
-    if grad_format is not None and not torch.is_grad_enabled():
+    if grad_format is not None and not torch.is_grad_enabled() and getattr(tensor, "requires_grad", False):
         raise ConfigError(
-            f"grad_format has no effect while no gradients are recorded, as under no_grad(): grad_format="
-            f"{grad_format!r}; leave it out there"
+            f"input requires a gradient, which is lost while none are recorded, as under no_grad(): grad_format="
+            f"{grad_format!r}; leave it out there, or pass input.detach()"
         )
     group = as_group(group)
     if torch.compiler.is_compiling():
@@ -163,6 +164,9 @@ def _check_input(
     tensors: dict[str, object] = {"input": tensor.detach() if isinstance(tensor, Tensor) else tensor}
     if isinstance(tensor, Tensor) and not _has_memory(tensor):
         tensors = {}  # the operator's fake implementation takes it
+    for text in (format, grad_format):
+        if isinstance(text, str) and (SEPARATOR in text or BACKWARD in text):
+            raise FormatError(f"format must be one format or a pair of them, as a tuple: format={text!r}")
     check_arguments(group, format, "none" if grad_format is None else grad_format, numbering=numbering, **tensors)
 
 
@@ -172,17 +176,19 @@ def _check_splits(input: Tensor, group: GroupOrMesh, world_size: int, splits: tu
     Whether they fit is checked by the operator.
     """
     output_sizes, input_sizes = splits
-    if output_sizes is None or input_sizes is None:
-        raise LayoutError("pass both output_split_sizes and input_split_sizes, or neither")
-    if torch.compiler.is_compiling():
+    has_both = output_sizes is not None and input_sizes is not None
+    if has_both and torch.compiler.is_compiling():
         return
     try:
+        if not has_both:
+            raise LayoutError("pass both output_split_sizes and input_split_sizes, or neither")
         check_split_sizes("input", input_sizes, world_size)
         check_split_sizes("output", output_sizes, world_size)
     except LayoutError:
-        if _has_memory(input):  # the call itself reports it to the other ranks
-            sizes = {"output_split_sizes": output_sizes, "input_split_sizes": input_sizes}
-            exchange_into(torch.empty_like(input), input.detach().contiguous(), group, **sizes, **options)
+        if not torch.compiler.is_compiling() and _has_memory(input):  # the call itself reports it to the other ranks
+            sizes: dict[str, Any] = {"output_split_sizes": output_sizes or (), "input_split_sizes": input_sizes or ()}
+            with nullcontext() if has_both else suppress(LayoutError):  # then this rank's own text says more
+                exchange_into(torch.empty_like(input), input.detach().contiguous(), group, **sizes, **options)
         raise
 
 

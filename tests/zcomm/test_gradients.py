@@ -284,8 +284,9 @@ def _check_without_gradients(rank: int) -> None:
             with off:
                 y = call()
                 assert not y.requires_grad
-                with pytest.raises(ConfigError, match=r"grad_format has no effect .*no_grad\(\): grad_format='int8'"):
+                with pytest.raises(ConfigError, match=r"input requires a gradient.*no_grad\(\): grad_format='int8'"):
                     call(grad_format="int8")
+                assert torch.equal(functional.all_reduce(x.detach(), "sum", t, grad_format="int8"), calls[2]())
         with torch.no_grad():
             y = call()
         with pytest.raises(RuntimeError, match="does not require grad"):
@@ -293,6 +294,9 @@ def _check_without_gradients(rank: int) -> None:
         assert call(grad_format="int8").requires_grad
         with pytest.raises(FormatError, match="grad_format must not round stochastically"):
             call(grad_format="int8:stochastic")
+        for text in ("int8|int4", "int8>int4"):  # what the operators write between formats
+            with pytest.raises(FormatError, match="one format or a pair"):
+                call(format=text)
         with pytest.raises(FormatError, match="int9"):
             call(grad_format="int9")
         with pytest.raises(FormatError, match="format=7"):

@@ -4,7 +4,9 @@
 
 from __future__ import annotations
 
+import gc
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -123,3 +125,31 @@ def _check_sharing(rank: int) -> None:
 
 def test_topologies_of_the_same_ranks_share_groups_and_nothing_else() -> None:
     run_ranks(4, _check_sharing)
+
+
+def _check_collected(rank: int) -> None:
+    parent = dist.new_group([0, 1], timeout=timedelta(seconds=120), backend="gloo")
+    forgotten = Topology(ranks_per_node=2, group=parent)
+    full = torch.empty(2)
+    zcomm.all_gather_single(full, torch.ones(1), forgotten)
+    del forgotten
+    gc.collect()
+    topology = Topology(ranks_per_node=2, group=parent)
+    zcomm.all_gather_single(full, torch.ones(1), topology)
+    groups = len(dist.distributed_c10d._world.pg_map)
+    start = time.monotonic()
+    if rank == 0:
+        topology.close()
+        assert len(dist.distributed_c10d._world.pg_map) < groups, "a topology that is gone keeps the group"
+    else:
+        with pytest.raises(zcomm.DivergedError, match="rank 0: has closed its Topology"):
+            zcomm.all_gather_single(full, torch.ones(1), topology)
+    assert time.monotonic() - start < 60
+    dist.barrier()
+    topology.close()
+    dist.destroy_process_group(parent)
+
+
+def test_a_topology_that_was_collected_keeps_no_group_open() -> None:
+    """Else the others would wait for a rank that closes its last one until the timeout of the group."""
+    run_ranks(2, _check_collected)

@@ -12,7 +12,7 @@ from tests.ranks import run_ranks
 from tests.zero.models import batch, loss_of, new_model
 from tests.zero.training import assert_same_bits, full_values, zero_optimizer
 from zcomm import StateError, TopologyError
-from zero import GatheredParameters
+from zero import GatheredParameters, ZeroOptimizer
 
 
 def _check_blocks(rank: int) -> None:
@@ -83,3 +83,62 @@ def _check_errors(rank: int) -> None:
 
 def test_errors_are_raised_on_every_rank() -> None:
     run_ranks(2, _check_errors)
+
+
+class _Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(_: object, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(*_: object) -> torch.Tensor:
+        raise ValueError("made up")
+
+
+def _check_failed_inside(rank: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+    with zero_optimizer(model, stage=3, stage3_param_persistence_threshold=0) as optimizer:
+        x = torch.ones(2, 8)
+        for _ in range(3):
+            model(x).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        weight = model[2].weight
+        with GatheredParameters([weight], modifier_rank=0):
+            with torch.no_grad():
+                weight.fill_(7.0)
+            with pytest.raises(ValueError, match="made up"):
+                model(_Fails.apply(x.clone().requires_grad_())).sum().backward()
+            with torch.no_grad():
+                assert weight.eq(7).all()
+                assert torch.equal(model(x), model[2](model[1](model[0](x))))  # recovers first
+            assert weight.eq(7).all()
+        with GatheredParameters([weight]):
+            assert weight.eq(7).all()
+        with GatheredParameters([weight]):  # a step releases it: it has the old values
+            model(x).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with pytest.raises(StateError, match="is released"):
+                weight.sum()
+        with GatheredParameters([weight]):
+            assert weight.ne(7).any()
+
+
+def test_a_backward_that_fails_inside_leaves_the_block_its_parameters() -> None:
+    run_ranks(2, _check_failed_inside)
+
+
+def _check_closed(rank: int, stage: int) -> None:
+    model = new_model()
+    optimizer = ZeroOptimizer(model, torch.optim.SGD, stage=stage, lr=0.1)
+    loss_of(model, *batch(0, 0, rank)).backward()
+    optimizer.close()
+    with pytest.raises(StateError, match="this optimizer is closed"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_step_after_close_is_an_error(stage: int) -> None:
+    run_ranks(2, _check_closed, stage)

@@ -110,7 +110,7 @@ def layout_of(
 
 def clear_trailers(messages: Tensor) -> None:
     """Zero the trailers of ``messages`` [num_messages, nbytes] of a block codec."""
-    messages.view(torch.int64)[:, -1] = 0
+    messages.view(torch.int64).select(1, -1).zero_()
 
 
 def _checksums(messages: Tensor) -> list[int]:

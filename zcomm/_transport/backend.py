@@ -185,11 +185,16 @@ def _gather_unchecked(output: Tensor, message: Tensor, hop: Hop, tag: int) -> Pe
             return cast(Pending, _all_gather(_bytes(output), _bytes(message), group=hop.group, async_op=True))
         rows = [_bytes(row) for row in output]
         return cast(Pending, dist.all_gather(rows, _bytes(message), group=hop.group, async_op=True))
-    if output.is_contiguous():
-        received: Sequence[Tensor] = _bytes(output).view(hop.size, -1).unbind(0)
-    else:
-        received = [_bytes(row) for row in output]
-    return _send_and_receive(received, [_bytes(message)] * hop.size, hop, tag)
+    received, sent = _parts(output, hop.size), message if message.ndim == 1 else message.view(-1)
+    if output.dtype != message.dtype:
+        received, sent = [_bytes(part) for part in received], _bytes(sent)
+    return _send_and_receive(received, [sent] * hop.size, hop, tag)
+
+
+def _parts(tensor: Tensor, size: int) -> Sequence[Tensor]:
+    """The equal, contiguous and flat parts of ``tensor`` for ``size`` ranks."""
+    is_parts = tensor.ndim == 2 and tensor.shape[0] == size
+    return (tensor if is_parts else tensor.view(size, -1)).unbind(0)
 
 
 @lru_cache
@@ -229,7 +234,9 @@ def _exchange(output: Tensor, messages: Tensor, hop: Hop, tags: Tags, info: Mess
     if hop.nccl is not None:
         pending = hop.nccl.all_to_all(output, messages)
     elif hop.is_tagged(messages.device.type):
-        sent, received = (_bytes(tensor).view(hop.size, -1).unbind(0) for tensor in (messages, output))
+        sent, received = _parts(messages, hop.size), _parts(output, hop.size)
+        if output.dtype != messages.dtype:
+            sent, received = [_bytes(part) for part in sent], [_bytes(part) for part in received]
         pending = _send_and_receive(received, sent, hop, tags.own)
     else:
         work = dist.all_to_all_single(_bytes(output), _bytes(messages), group=hop.group, async_op=True)

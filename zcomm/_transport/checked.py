@@ -22,6 +22,7 @@ import weakref
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, cast
 
@@ -29,6 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zcomm._base.daemon_threads import start_daemon
 from zcomm._base.pending import Pending
 from zcomm._transport.tagged import Tags
 from zcomm._transport.tagged_group import Group, ranks_of
@@ -85,7 +87,7 @@ def checked(pending: Pending, exchange: Checks) -> Pending:
     sums = [by_place[part.data_ptr()] for part in exchange.sent] or [0] * len(ranks.global_ranks)
     work = _CheckedExchange(pending, exchange, sums)
     if ranks.is_unordered:
-        threading.Thread(target=work.verify, name="zcomm-check", daemon=True).start()
+        start_daemon(work.verify, "zcomm-check")
     elif ranks.takes_host_tensors:
         _queue_of(ranks.group).put(work)  # V1: one queue and one thread for each group
     return work
@@ -109,7 +111,7 @@ def _queue_of(group: Group) -> Queue:
     queue = _QUEUES.get(group)
     if queue is None:
         queue = _QUEUES[group] = SimpleQueue()
-        threading.Thread(target=_serve, args=(queue,), name="zcomm-check", daemon=True).start()
+        start_daemon(partial(_serve, queue), "zcomm-check", partial(queue.put, None))
         weakref.finalize(group, queue.put, None)  # ends the thread: it holds the queue, never the group
     return queue
 

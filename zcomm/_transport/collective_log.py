@@ -115,6 +115,7 @@ class CollectiveLog:
         self._entries: deque[LogEntry] = deque(maxlen=NUM_KEPT)
         self._waits: dict[int, int] = {}
         """By thread, the number of the exchange that it waits for."""
+        self._last_caller: Callable[[], threading.Thread | None] = lambda: None
         self._callers: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
         """Threads that have started any. Not their idents: a new thread may reuse the ident of one that has ended
         (tests/zero/test_diverging_ranks.py)."""
@@ -130,11 +131,14 @@ class CollectiveLog:
         """Log an exchange that is about to start, with messages in format ``wire``; returns its number."""
         with self._lock:
             self.num_started += 1
-            self._callers.add(threading.current_thread())
+            if (caller := threading.current_thread()) is not self._last_caller():
+                self._callers.add(caller)
+                self._last_caller = weakref.ref(caller)
             context = current_context()
-            entry = LogEntry(self.num_started, call, wire, context.bucket, time.time(), within=context.within)
-            self._entries.append(entry)
-            return entry.number
+            self._entries.append(
+                LogEntry(self.num_started, call, wire, context.bucket, time.time(), "started", context.within)
+            )
+            return self.num_started
 
     def count_nccl(self) -> int:
         """Count an exchange over :attr:`Hop.nccl`; returns its number among those."""

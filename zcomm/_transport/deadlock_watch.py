@@ -42,6 +42,7 @@ from typing import Any, NamedTuple, Protocol
 import torch.distributed as dist
 
 from zcomm._base import env
+from zcomm._base.daemon_threads import start_daemon
 from zcomm._base.pending import Pending
 from zcomm._transport import backend, call_context, stacks
 from zcomm._transport.backend import ALONE, Hop
@@ -51,7 +52,7 @@ from zcomm._transport.nccl_communicators import IN_ROUTE, Communicators
 from zcomm._transport.stacks import StackFrame
 from zcomm._transport.store_exchange import prefix_of_start
 from zcomm._transport.tagged import tag_of
-from zcomm._transport.tagged_group import Group, TaggedGroup, ranks_of
+from zcomm._transport.tagged_group import Group, TaggedGroup, is_open, ranks_of
 from zcomm._transport.work import WorkQueue
 from zcomm.errors import DivergedError
 
@@ -137,7 +138,7 @@ def hops_of(topology: Watchable) -> Iterator[Watched]:
     of_host: Hop = vars(t).get("on_host", ALONE)
     pairs = (("", t.world, ALONE), ("intra", t.intra, t.inter), ("inter", t.inter, t.intra), ("host", of_host, ALONE))
     for kind, hop, paired in pairs:
-        if hop.group is not None and id(hop.log) not in seen:
+        if hop.group is not None and id(hop.log) not in seen and is_open(hop.group):
             seen.add(id(hop.log))
             ranks = ranks_of(hop.group)
             yield Watched(f"{name_of(t)}.{kind}", hop.log, ranks, hop.is_tagged("cpu"), hop, paired)
@@ -205,9 +206,7 @@ class DeadlockWatch:
             if is_first:
                 self._end = threading.Event()
                 # A weak reference: the thread must not keep the watch, and its store, alive.
-                serve = threading.Thread(target=_serve, args=(weakref.ref(self), self._end), daemon=True)
-                serve.name = "zcomm-watch"
-                serve.start()
+                start_daemon(partial(_serve, weakref.ref(self), self._end), "zcomm-watch", self._end.set)
 
     def remove(self, topology: Watchable, ended: Sequence[dist.ProcessGroup] = ()) -> None:
         """Stop watching ``topology``, which is being closed, and publish that. The last one ends the thread.
@@ -449,6 +448,7 @@ def _serve(reference: weakref.ref[DeadlockWatch], end: threading.Event) -> None:
             return
         try:
             if not watch.sample():
+                del watch
                 continue
             num_failed = 0
         except Exception as error:  # a slow store fails once or twice; always: it has ended, and with it the job

@@ -7,9 +7,10 @@ start collectives on one group would start them in a different order on each ran
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary
 
@@ -17,6 +18,7 @@ import torch.distributed as dist
 
 from zcomm._transport.backend import Hop, backend_of, gather_ints, timeout_of
 from zcomm._transport.collective_log import failing
+from zcomm._transport.tagged_group import is_open
 from zcomm.errors import StateError
 
 
@@ -29,8 +31,18 @@ class SharedGroup:
     """Tells it from the other groups of the same ranks and purpose; the same on all its ranks, at least 1."""
     num_channels: int = 0
     """Topologies that have used it so far."""
-    num_users: int = 0
-    """Topologies that use it now."""
+    _users: list[weakref.ref[object]] = field(default_factory=list)
+
+    @property
+    def users(self) -> list[object]:
+        """Topologies that use it now; one that was collected without being closed does not."""
+        return [user for reference in self._users if (user := reference()) is not None]
+
+    def add(self, user: object) -> None:
+        self._users = [weakref.ref(one) for one in [*self.users, user]]
+
+    def remove(self, user: object) -> None:
+        self._users = [weakref.ref(one) for one in self.users if one is not user]
 
 
 _SHARED: WeakKeyDictionary[dist.ProcessGroup, dict[int, SharedGroup]] = WeakKeyDictionary()
@@ -38,15 +50,17 @@ _SHARED: WeakKeyDictionary[dist.ProcessGroup, dict[int, SharedGroup]] = WeakKeyD
 MAX_CHANNELS = 2**32
 
 
-def share_group(parent: dist.ProcessGroup | None, purpose: int, *, is_local: bool) -> tuple[SharedGroup, int]:
-    """The gloo group of all ranks of ``parent`` for ``purpose``, and the number of the caller's channel. Collective.
+def share_group(
+    user: object, parent: dist.ProcessGroup | None, purpose: int, *, is_local: bool
+) -> tuple[SharedGroup, int]:
+    """The gloo group of all ranks of ``parent`` for ``purpose``, and the number of ``user``'s channel. Collective.
 
     The group is made at the first use, and again after the last user has released it. A rank may have closed its last
     topology before the others, so all ranks compare which group they have.
     """
     of_parent = _SHARED.setdefault(_given(parent), {})
     known = of_parent.get(purpose)
-    if known is not None and known.group not in dist.distributed_c10d._world.pg_map:  # destroyed with the default one
+    if known is not None and not is_open(known.group):  # destroyed with the default one
         known = None
     words = gather_ints(0 if known is None else known.number * MAX_CHANNELS + known.num_channels, parent)
     numbers, channels = zip(*(divmod(word, MAX_CHANNELS) for word in words), strict=True)
@@ -60,14 +74,14 @@ def share_group(parent: dist.ProcessGroup | None, purpose: int, *, is_local: boo
         known, channels = SharedGroup(group, max(numbers) + 1), (0,)
         of_parent[purpose] = known
     known.num_channels = max(channels) + 1
-    known.num_users += 1
+    known.add(user)
     return known, known.num_channels
 
 
-def release_group(shared: SharedGroup, *, is_local: bool) -> None:
-    """End a use of ``shared``; the last one destroys the group."""
-    shared.num_users -= 1
-    if not shared.num_users:
+def release_group(user: object, shared: SharedGroup, *, is_local: bool) -> None:
+    """End ``user``'s use of ``shared``; the last one destroys the group."""
+    shared.remove(user)
+    if not shared.users:
         for of_parent in _SHARED.values():
             for purpose in [purpose for purpose, one in of_parent.items() if one is shared]:
                 del of_parent[purpose]
@@ -115,7 +129,7 @@ def destroy_group(group: dist.ProcessGroup, *, is_local: bool) -> None:
     With ``is_local`` its name stays in use. Otherwise the next group of the same ranks would get the same name and
     read this group's stale addresses from the store.
     """
-    if not dist.is_initialized() or group not in dist.distributed_c10d._world.pg_map:
+    if not is_open(group):
         return  # already destroyed with the default process group
     dist.destroy_process_group(group)
     if is_local:

@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from zcomm._base.daemon_threads import start_daemon
 from zcomm._transport.call_context import current_context
 from zcomm._transport.collective_log import CollectiveCall
 from zcomm._transport.tagged_group import Group
@@ -135,18 +136,19 @@ class _Thread:
 
     def __init__(self, name: str) -> None:
         self._name, self._lock, self._is_running = name, threading.Lock(), False
-        self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
 
     def run(self, call: Callable[[], None]) -> None:
         with self._lock:
             if not self._is_running:
-                threading.Thread(target=self._serve, name=self._name, daemon=True).start()
+                start_daemon(self._serve, self._name, partial(self._calls.put, None))
                 self._is_running = True
         self._calls.put(call)
 
     def _serve(self) -> None:
-        while True:
-            self._calls.get()()
+        while (call := self._calls.get()) is not None:
+            call()
+            del call  # it holds tensors
 
 
 # Threads of their own: a wait blocks until other ranks have sent, and these may need this rank's next send first; and

@@ -28,6 +28,8 @@ class TaggedGroup:
 
     def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int], name: str) -> None:
         self.group, self._ranks, self.group_name = group, tuple(ranks), f"{group.group_name}/{name}"
+        of_group = dist.get_process_group_ranks(group)
+        self._global_ranks = [of_group[rank] for rank in ranks]
         self._mask = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "little") & 0x7FFFFFFC
 
     def send(self, tensors: list[Tensor], peer: int, tag: int) -> Any:
@@ -37,14 +39,18 @@ class TaggedGroup:
         return self.group.recv(tensors, self._ranks[peer], tag ^ self._mask)
 
     def global_ranks(self) -> list[int]:
-        of_group = dist.get_process_group_ranks(self.group)
-        return [of_group[rank] for rank in self._ranks]
+        return self._global_ranks
 
     def get_group_store(self) -> Any:
         return distributed_c10d.PrefixStore(self.group_name, self.group.get_group_store())
 
 
 Group = dist.ProcessGroup | TaggedGroup
+
+
+def is_open(group: Group) -> bool:
+    """Whether ``group`` was not destroyed, by itself or with all others by ``destroy_process_group()``."""
+    return (group.group if isinstance(group, TaggedGroup) else group) in distributed_c10d._world.pg_map
 
 
 def ranks_of(group: Group | None) -> list[int]:

@@ -142,7 +142,7 @@ class Topology:
 
     def _share(self, purpose: int) -> Callable[[Sequence[int], str], TaggedGroup]:
         """Makes groups of some of these ranks, by name, over the shared group for ``purpose``. Collective."""
-        shared, channel = groups.share_group(self._parent, purpose, is_local=self._is_local)
+        shared, channel = groups.share_group(self, self._parent, purpose, is_local=self._is_local)
         self._shared.append(shared)
         return lambda ranks, name: TaggedGroup(shared.group, ranks, f"{channel}/{name}")
 
@@ -292,9 +292,9 @@ class Topology:
         return topology
 
     def clone(self) -> Topology:
-        """A topology of the same nodes, backend and kernels with process groups and communicators of its own.
+        """A topology of the same nodes, backend and kernels, whose collectives are ordered independently of this one's.
 
-        So its collectives are ordered independently of this one's. Collective.
+        Over gloo its exchanges have tags of their own, over NCCL process groups and communicators. Collective.
         """
         if self.world_size == 1:
             return Topology.single(backend=self.backend, kernels=self.kernels)
@@ -307,7 +307,7 @@ class Topology:
 
     @cached_property
     def companion(self) -> Topology:
-        """A :meth:`clone`: other process groups of the same ranks, whose exchanges never match those of this one.
+        """A :meth:`clone`: the same ranks, and exchanges that never match those of this one.
 
         Made at the first use, which is collective. Closed with this one.
         """
@@ -415,8 +415,8 @@ class Topology:
         self.queue.close()
         self.routes.clear()  # they hold process groups
         if self._watch is not None:
-            self._watch.remove(self, [shared.group for shared in self._shared if shared.num_users == 1])
-            self._watch = None
+            watch, self._watch = self._watch, None
+            watch.remove(self, [shared.group for shared in self._shared if shared.users == [self]])
         self._free_communicators()
         for hop in (self.world, self.intra, self.inter, self.__dict__.get("on_host", ALONE)):
             groups.close_hop(hop)
@@ -424,7 +424,7 @@ class Topology:
             group = self._groups.pop()
             groups.destroy_group(group, is_local=self._is_local)
         while self._shared:
-            groups.release_group(self._shared.pop(), is_local=self._is_local)
+            groups.release_group(self, self._shared.pop(), is_local=self._is_local)
         check_all_flags(is_last=True)
 
     def __repr__(self) -> str:

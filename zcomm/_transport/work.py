@@ -35,12 +35,14 @@ import threading
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from zcomm._base.daemon_threads import start_daemon
 from zcomm._base.pending import Pending, ends_within
 from zcomm._transport.call_context import Context, current_context, use_context
 from zcomm.errors import StateError
@@ -242,8 +244,7 @@ class WorkQueue:
         """Run ``steps`` after everything submitted before, then call ``on_end``, both in the thread."""
         self.check_open()
         if self._thread is None:
-            self._thread = threading.Thread(target=_serve, args=(self._queue,), name="zcomm", daemon=True)
-            self._thread.start()
+            self._thread = start_daemon(partial(_serve, self._queue), "zcomm", partial(self._queue.put, None))
             weakref.finalize(self, self._queue.put, None)  # W2: the thread holds the queue, not this object
         work = self._last = _QueuedCollective(steps, self.waits, on_end)
         work.thread = self._thread

@@ -407,12 +407,15 @@ class Gatherer:
                     self._pool.give(full)
             self._release(bucket)
 
-    def release_all(self) -> None:
-        """Release every bucket, prefetched ones too: no forward or backward is running."""
+    def release_all(self, *, but_access: bool = False) -> None:
+        """Release every bucket, prefetched ones too: no forward or backward is running.
+
+        ``but_access``: except those of blocks that read or write them, for which values must not have changed.
+        """
         if not self._is_active:
             return
         for bucket in self._buckets:
-            bucket.drop_all()
+            bucket.drop_all(but_access=but_access)
             self.release_if_unneeded(bucket)
         self._drop_idle(self._buckets)
 

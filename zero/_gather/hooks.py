@@ -213,7 +213,7 @@ class Hooks:
             while self._forwards and not self._forwards[-1].is_running():
                 self._end_forward(self._forwards.pop(), None)
             if not self._forwards and (self._backward is None or self._backward() is None):
-                self._gatherer.release_all()
+                self._gatherer.release_all(but_access=True)
         if self._backward is not None and self._backward() is None:
             self._backward = None
             logger.warning("a backward ended with an exception: gradients since the last zero_grad() are dropped")
@@ -222,7 +222,7 @@ class Hooks:
     def abort_step(self) -> None:
         """Drop the gradients of a step that was interrupted, and release what is gathered."""
         self._reducer.discard_step()
-        self._gatherer.release_all()
+        self._gatherer.release_all(but_access=True)
         self._gatherer.abandon_iteration(IterationKind.TRAINING)
 
     def saving(self) -> AbstractContextManager[None]:

@@ -176,6 +176,11 @@ class Runtime:
         infos: list[ShardInfo] = [p.zero_shard for p in params if is_managed(p)]  # type: ignore[attr-defined]
         return bool(infos) and all(info.owner is self and self.hooks.use(info.bucket, info.name) for info in infos)
 
+    def check_open(self) -> None:
+        """Raise StateError after :meth:`close`."""
+        if self.is_closed:
+            raise StateError("this optimizer is closed: make another one, or use it before close()")
+
     def check_not_suspended(self) -> None:
         """Raise StateError if ``offload_states`` has moved anything."""
         if self.suspended is not None:
@@ -356,6 +361,7 @@ class Runtime:
 
     def check_model_unchanged(self) -> None:
         """Raise StateError if a parameter was added, replaced, moved or unfrozen, or its values edited."""
+        self.check_open()
         self.check_not_suspended()
         check_model_unchanged(self.model, self.buckets)
         self._write_back.debug_copies.check()

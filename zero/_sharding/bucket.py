@@ -10,7 +10,7 @@ The shard is the master of frozen parameters; where stages 1 and 2 quantize weig
 ``mode="delta"``, trainable shards have memory of their own at these stages, and this rank's rows of the full buffer
 hold what the receivers hold.
 
-The life of the full parameters; every other move raises:
+The life of the full parameters at stage 3, once they are partitioned; every other move raises:
 
     SHARDED --start_gathering--> GATHERING --expose--> FULL --release--> SHARDED
                                  GATHERING --abandon-> SHARDED
@@ -160,9 +160,13 @@ class Bucket:
         else:
             self._holds.pop(reason, None)
 
-    def drop_all(self) -> None:
-        """Nothing needs the full parameters any more: forwards and the backward have ended, or been broken off."""
-        self._holds.clear()
+    def drop_all(self, *, but_access: bool = False) -> None:
+        """Nothing needs the full parameters any more: forwards and the backward have ended, or been broken off.
+
+        ``but_access``: except blocks that read or write them, which go on.
+        """
+        num_blocks = self._holds.get(Hold.ACCESS, 0) if but_access else 0
+        self._holds = {Hold.ACCESS: num_blocks} if num_blocks else {}
 
     def is_held(self, reason: Hold | None = None) -> bool:
         """Whether the full parameters are needed for ``reason``; None: for any."""
