@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakSet
 
 import pytest
 
@@ -38,5 +38,5 @@ def nccl_alone() -> Iterator[WeakSet[Any]]:
         patch.setattr(groups, "new_group", new)
         patch.setattr(backend, "backend_of", backend_of)
         patch.setattr(topology, "backend_of", backend_of)
-        patch.setattr(topology, "_HOPS", WeakKeyDictionary())  # what is known of groups, their backend among it
+        patch.setattr(topology, "_HOPS", {})  # what is known of groups, their backend among it
         yield of_hosts

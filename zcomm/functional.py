@@ -186,7 +186,8 @@ def _check_splits(input: Tensor, group: GroupOrMesh, world_size: int, splits: tu
         check_split_sizes("output", output_sizes, world_size)
     except LayoutError:
         if not torch.compiler.is_compiling() and _has_memory(input):  # the call itself reports it to the other ranks
-            sizes: dict[str, Any] = {"output_split_sizes": output_sizes or (), "input_split_sizes": input_sizes or ()}
+            sizes: dict[str, Any] = {"output_split_sizes": output_sizes, "input_split_sizes": input_sizes}
+            sizes = {name: () if value is None else value for name, value in sizes.items()}
             with nullcontext() if has_both else suppress(LayoutError):  # then this rank's own text says more
                 exchange_into(torch.empty_like(input), input.detach().contiguous(), group, **sizes, **options)
         raise

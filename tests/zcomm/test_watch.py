@@ -101,7 +101,8 @@ def test_a_store_that_fails_once_or_twice_does_not_end_the_watch() -> None:
 def test_a_rank_that_gets_on_takes_back_what_it_has_told_and_nothing_else() -> None:
     store = _Counts()
     over: Any = _watch_over(store)
-    over._rank, over._topologies, over.num_deadlocks, over._last_sample, over._has_reported = 1, (), 0, None, False
+    over._rank, over._topologies, over._closed, over.num_deadlocks = 1, (), {}, 0
+    over._last_sample, over._has_reported = None, False
     before, later = (("waits in a barrier", {"hop": [number]}) for number in (1, 2))
     for account, num_waiting in [
         (before, 0), (None, 0), (before, 0), (later, 0),  # never the same twice: nothing reported

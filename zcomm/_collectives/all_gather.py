@@ -23,6 +23,7 @@ from zcomm._collectives.auto_format import resolve
 from zcomm._collectives.coalesced import coalesced, is_list, rows_and_shards
 from zcomm._collectives.encoder import Encoder, check_random
 from zcomm._collectives.nccl_steps import gather_over_nccl, is_native
+from zcomm._collectives.plans import Checked, Options, planned
 from zcomm._formats.formats import Format, codec_for, is_same_wire
 from zcomm._formats.message import MessageLayout
 from zcomm._formats.philox import RandomKey
@@ -31,7 +32,9 @@ from zcomm._transport import backend
 from zcomm._transport.backend import MessageInfo
 from zcomm._transport.backend_choice import BackendName
 from zcomm._transport.chunks import chunks_of, pipelined
+from zcomm._transport.debug import is_debugging
 from zcomm._transport.route import (
+    Group,
     GroupOrMesh,
     Route,
     WireFormat,
@@ -89,20 +92,28 @@ def all_gather_single(
     group = as_group(group)
     if is_list(output) or is_list(input):
         lists = rows_and_shards(group, [format], output=output, input=input)
-        options: dict[str, Any] = {"format": format, "numbering": numbering, "random": random, "backend": backend}
-        return coalesced(partial(all_gather_single, group=group, **options), *lists, format, async_op=async_op)
-    found = check_arguments(group, format, numbering=numbering, async_op=async_op, output=output, input=input)
+        given: dict[str, Any] = {"format": format, "numbering": numbering, "random": random, "backend": backend}
+        return coalesced(partial(all_gather_single, group=group, **given), *lists, format, async_op=async_op)
+    options = Options(format, backend, async_op, random, numbering)
+    route, (rows, shard) = planned("all_gather", group, (output, input), options, _checked, first="inter")
+    check_own_row(shard, rows, route.own_row(numbering))
+    if is_debugging():
+        route.compare(numel=shard.numel(), dtype=shard.dtype, numbering=numbering, random=random)
+    steps = gather_steps(rows, shard, numbering, Encoder(route, shard.numel(), random))
+    return run(steps, rows, shard, async_op=async_op, queue=route.queue, num_exchanges=len(route.hops))
+
+
+def _checked(output: Tensor, input: Tensor, group: Group, options: Options) -> Checked:
+    wire, backend, async_op, random, numbering, *_ = options
+    found = check_arguments(group, wire, numbering=numbering, async_op=async_op, output=output, input=input)
     output, input = map(as_flat, found)
-    chosen = resolve(format, "all_gather", group, input, output.numel(), first="inter", numbering=numbering)
+    chosen = resolve(wire, "all_gather", group, input, output.numel(), first="inter", numbering=numbering)
     route = find_route("all_gather", group, chosen.format, first="inter", num_hops=chosen.num_hops, backend=backend)
     rows = rows_of("output", output, route.world_size)
     check_shard("input", input, "output", rows)
-    check_own_row(input, rows, route.own_row(numbering))
     route.check_dtype(input.dtype)
     check_random(random, chosen.format)
-    route.compare(numel=input.numel(), dtype=input.dtype, numbering=numbering, random=random)
-    steps = gather_steps(rows, input, numbering, Encoder(route, input.numel(), random))
-    return run(steps, output, input, async_op=async_op, queue=route.queue, num_exchanges=len(route.hops))
+    return route, (rows, input)
 
 
 def gather_steps(rows: Tensor, shard: Tensor, numbering: Numbering, encoder: Encoder) -> Steps:

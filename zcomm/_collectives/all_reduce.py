@@ -10,14 +10,16 @@ import torch
 from torch import Tensor
 
 from zcomm._collectives.all_gather import gather_steps
-from zcomm._collectives.auto_format import AUTO, resolve
+from zcomm._collectives.auto_format import is_auto, resolve
 from zcomm._collectives.coalesced import as_lists, check_no_residual, coalesced, is_list, world_size_of
 from zcomm._collectives.encoder import Encoder, check_random
+from zcomm._collectives.plans import Checked, Options, planned
 from zcomm._collectives.reduce_scatter import reduce_steps
 from zcomm._formats.formats import Format
 from zcomm._formats.philox import RandomKey
 from zcomm._residuals.residual import Residual
 from zcomm._transport.backend_choice import BackendName
+from zcomm._transport.debug import is_debugging
 from zcomm._transport.route import (
     Group,
     GroupOrMesh,
@@ -72,17 +74,12 @@ def all_reduce(
     wires = format, format if gather_format is None else gather_format
     group = as_group(group)
     if is_list(tensor):
-        options: dict[str, Any] = {"format": format, "gather_format": gather_format, "random": random}
-        call = partial(all_reduce, op=op, group=group, residual=residual, backend=backend, **options)
+        given: dict[str, Any] = {"format": format, "gather_format": gather_format, "random": random}
+        call = partial(all_reduce, op=op, group=group, residual=residual, backend=backend, **given)
         return _all_reduce_list(call, tensor, group, wires, async_op=async_op)
-    tensor = as_flat(*check_arguments(group, *wires, async_op=async_op, residual=residual, tensor=tensor))
-    check_flat("tensor", tensor)
-    if gather_format is None:
-        gather_format = format if isinstance(format, (str, Format)) else format[::-1]
-    reducing, gathering = _routes(tensor, group, format, gather_format, is_bound=residual is not None, backend=backend)
-    reducing.check_dtype(tensor.dtype)
-    gathering.check_dtype(tensor.dtype)
-    check_random(random, *(wire for wire in (format, gather_format) if wire != AUTO))
+    options = Options(format, backend, async_op, random, "rank", op, gather_format, residual)
+    reducing, (_, tensor) = planned("all_reduce", group, (tensor, tensor), options, _checked, first="intra")
+    gathering = _gathering_route(tensor, group, options)
     shard_numel = -(-tensor.numel() // reducing.world_size)
     numbering: Numbering = "local" if len(reducing.hops) == 2 else "rank"
     if residual is not None:
@@ -91,12 +88,41 @@ def all_reduce(
     reducer = Encoder(reducing, shard_numel, random, residual)
     gatherer = Encoder(gathering, shard_numel, random, first_hop=FIRST_GATHER_HOP)
     divisor = divisor_of(op, reducing.world_size)
-    gathers = " -> ".join(str(wire) for _, wire in gathering.hops)
-    facts = {"op": "avg" if divisor > 1 else "sum", "random": random, "residual": residual is not None}
-    reducing.compare(numel=tensor.numel(), dtype=tensor.dtype, gather_format=gathers, **facts)
+    if is_debugging():
+        gathers = " -> ".join(str(wire) for _, wire in gathering.hops)
+        facts = {"op": "avg" if divisor > 1 else "sum", "random": random, "residual": residual is not None}
+        reducing.compare(numel=tensor.numel(), dtype=tensor.dtype, gather_format=gathers, **facts)
     steps = all_reduce_steps(tensor, reducer, gatherer, numbering, divisor)
     work = run(steps, tensor, async_op=async_op, queue=reducing.queue, num_exchanges=2 * len(reducing.hops))
     return work if residual is None else residual.watch(work)
+
+
+def _checked(tensor: Tensor, _: Tensor, group: Group, options: Options) -> Checked:
+    """The tensor as rows, if the ranks divide it, and flat."""
+    wires = options.format, options.format if options.gather_format is None else options.gather_format
+    found = check_arguments(group, *wires, async_op=options.async_op, residual=options.residual, tensor=tensor)
+    flat = as_flat(*found)
+    check_flat("tensor", flat)
+    reducing, gathering = _routes(flat, group, options)
+    reducing.check_dtype(flat.dtype)
+    gathering.check_dtype(flat.dtype)
+    formats = options.format, _gather_format(options)
+    check_random(options.random, *(wire for wire in formats if not is_auto(wire)))
+    is_even = flat.numel() % reducing.world_size == 0
+    return reducing, (flat.view(reducing.world_size, -1) if is_even else flat, flat)
+
+
+def _gather_format(options: Options) -> WireFormat:
+    if options.gather_format is not None:
+        return options.gather_format
+    return options.format if isinstance(options.format, (str, Format)) else options.format[::-1]
+
+
+def _gathering_route(tensor: Tensor, group: Group, options: Options) -> Route:
+    wire = _gather_format(options)
+    if is_auto(options.format) or is_auto(wire):
+        return _routes(tensor, group, options)[1]
+    return find_route("all_reduce", group, wire, first="inter", backend=options.backend)
 
 
 def _all_reduce_list(
@@ -118,19 +144,12 @@ def _all_reduce_list(
     return coalesced(exchange, rows, rows, *formats, async_op=async_op, then=finish)
 
 
-def _routes(
-    tensor: Tensor,
-    group: Group,
-    format: WireFormat,
-    gather_format: WireFormat,
-    *,
-    is_bound: bool,
-    backend: BackendName | None,
-) -> tuple[Route, Route]:
-    """Routes of both collectives, over the same hops; two hops if a residual needs them (``is_bound``)."""
-    reduced = resolve(format, "all_reduce", group, tensor, tensor.numel(), first="intra")
-    gathered = resolve(gather_format, "all_reduce", group, tensor, tensor.numel(), first="inter")
-    num_hops = 2 if is_bound else max(reduced.num_hops, gathered.num_hops)
+def _routes(tensor: Tensor, group: Group, options: Options) -> tuple[Route, Route]:
+    """Routes of both collectives, over the same hops; two hops if a residual needs them."""
+    backend, numel = options.backend, tensor.numel()
+    reduced = resolve(options.format, "all_reduce", group, tensor, numel, first="intra")
+    gathered = resolve(_gather_format(options), "all_reduce", group, tensor, numel, first="inter")
+    num_hops = 2 if options.residual is not None else max(reduced.num_hops, gathered.num_hops)
     return (
         find_route("all_reduce", group, reduced.format, first="intra", num_hops=num_hops, backend=backend),
         find_route("all_reduce", group, gathered.format, first="inter", num_hops=num_hops, backend=backend),

@@ -16,6 +16,7 @@ from torch import Tensor
 from zcomm._collectives.auto_format import resolve
 from zcomm._collectives.encoder import Encoder, check_random
 from zcomm._collectives.nccl_steps import exchange_over_nccl, is_native
+from zcomm._collectives.plans import Checked, Options, planned
 from zcomm._collectives.uneven_all_to_all import Splits, uneven_all_to_all
 from zcomm._formats.formats import codec_for
 from zcomm._formats.philox import RandomKey
@@ -24,9 +25,10 @@ from zcomm._transport import backend
 from zcomm._transport.backend import MessageInfo
 from zcomm._transport.backend_choice import BackendName
 from zcomm._transport.chunks import chunks_of, pipelined
+from zcomm._transport.debug import is_debugging
 from zcomm._transport.route import (
+    Group,
     GroupOrMesh,
-    Route,
     WireFormat,
     as_flat,
     as_group,
@@ -79,23 +81,28 @@ def all_to_all_single(
     ranks: one message to every other rank that gets a row, in the format of that link. Before it the ranks compare
     their sizes in a small all-gather, for which the host waits: 8 * (2 * world_size + 1) bytes to every other rank.
     """
-    rows = input.shape[0] if isinstance(input, Tensor) and input.ndim > 1 else 0
     group = as_group(group)
-    output, input = check_arguments(group, format, async_op=async_op, output=output, input=input)
     if output_split_sizes is not None or input_split_sizes is not None:
+        output, input = check_arguments(group, format, async_op=async_op, output=output, input=input)
         splits = Splits(output_split_sizes, input_split_sizes)
-        options: dict[str, Any] = {"format": format, "random": random, "async_op": async_op, "backend": backend}
-        return uneven_all_to_all(output, input, group, splits, **options)
-    output, input = as_flat(output), as_flat(input)
-    chosen = resolve(format, "all_to_all", group, input, input.numel(), first="intra")
+        given: dict[str, Any] = {"format": format, "random": random, "async_op": async_op, "backend": backend}
+        return uneven_all_to_all(output, input, group, splits, **given)
+    options = Options(format, backend, async_op, random)
+    route, (source, parts) = planned("all_to_all", group, (input, output), options, _checked, first="intra")
+    check_apart("output", parts, "input", source)
+    if is_debugging():
+        route.compare(numel=source.numel(), dtype=source.dtype, random=random)
+    steps = _steps(parts, source, Encoder(route, source.shape[1], random))
+    return run(steps, parts, source, async_op=async_op, queue=route.queue, num_exchanges=len(route.hops))
+
+
+def _checked(input: Tensor, output: Tensor, group: Group, options: Options) -> Checked:
+    wire, backend, async_op, random, *_ = options
+    rows = input.shape[0] if isinstance(input, Tensor) and input.ndim > 1 else 0
+    output, source = map(as_flat, check_arguments(group, wire, async_op=async_op, output=output, input=input))
+    chosen = resolve(wire, "all_to_all", group, source, source.numel(), first="intra")
     route = find_route("all_to_all", group, chosen.format, first="intra", num_hops=chosen.num_hops, backend=backend)
     check_random(random, chosen.format)
-    steps = _checked_steps(output, input, rows, route, random)
-    return run(steps, output, input, async_op=async_op, queue=route.queue, num_exchanges=len(route.hops))
-
-
-def _checked_steps(output: Tensor, source: Tensor, rows: int, route: Route, random: RandomKey | None) -> Steps:
-    """The steps for flat tensors; ``rows``: of the input as it was passed, 0 if it was flat."""
     check_flat("input", source)
     check_flat("output", output)
     if rows % route.world_size:
@@ -106,22 +113,19 @@ def _checked_steps(output: Tensor, source: Tensor, rows: int, route: Route, rand
             f"input numel={source.numel()} on {source.device}, output numel={output.numel()} on {output.device}, "
             f"world_size={route.world_size}"
         )
-    check_apart("output", output, "input", source)
     route.check_dtype(source.dtype)
-    route.compare(numel=source.numel(), dtype=source.dtype, random=random)
-    return _steps(output, source, Encoder(route, source.numel() // route.world_size, random))
+    return route, (source.view(route.world_size, -1), output.view(route.world_size, -1))
 
 
-def _steps(output: Tensor, source: Tensor, encoder: Encoder) -> Steps:
-    if not source.numel():
+def _steps(parts: Tensor, source_parts: Tensor, encoder: Encoder) -> Steps:
+    if not source_parts.numel():
         return nothing()
     route = encoder.route
-    parts, source_parts = output.view(route.world_size, -1), source.view(route.world_size, -1)
     if is_native(encoder, parts, source_parts):
         return exchange_over_nccl(parts, source_parts, encoder)
     if len(route.hops) == 1:
         return _one_hop(parts, source_parts, encoder)
-    least = route.min_chunk_numel(source.device)
+    least = route.min_chunk_numel(parts.device)
     chunks = chunks_of(parts.shape[1], *(wire for _, wire in route.hops), min_numel=least)
     return pipelined([_two_hops(parts[:, c], source_parts[:, c], encoder.at(c.start)) for c in chunks], num_exchanges=2)
 

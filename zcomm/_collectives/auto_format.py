@@ -182,6 +182,10 @@ def _from_first_rank(text: str, topology: Topology) -> str:
     return bytes(content.tolist()).decode().strip("\0")
 
 
+def is_auto(format: object) -> bool:
+    return isinstance(format, str) and format == AUTO
+
+
 def resolve(
     format: Any,
     operation: str,
@@ -197,7 +201,7 @@ def resolve(
     The formats are in the order of the hops; ``first`` names the first hop. Rows numbered local need two hops. Formats
     other than ``"auto"`` are returned as they are.
     """
-    if not isinstance(format, str) or format != AUTO:
+    if not is_auto(format):
         return Resolved(format, 2)
     if not isinstance(group, Topology):
         return Resolved("none", 2)

@@ -23,6 +23,7 @@ from zcomm._collectives.auto_format import resolve
 from zcomm._collectives.coalesced import check_no_residual, coalesced, is_list, rows_and_shards
 from zcomm._collectives.encoder import Encoder, check_random
 from zcomm._collectives.nccl_steps import is_native, reduce_over_nccl
+from zcomm._collectives.plans import Checked, Options, planned
 from zcomm._formats.message import MessageLayout
 from zcomm._formats.philox import RandomKey
 from zcomm._kernels import kernels
@@ -31,9 +32,10 @@ from zcomm._transport import backend
 from zcomm._transport.backend import MessageInfo
 from zcomm._transport.backend_choice import BackendName
 from zcomm._transport.chunks import chunks_of, pipelined
+from zcomm._transport.debug import is_debugging
 from zcomm._transport.route import (
+    Group,
     GroupOrMesh,
-    Route,
     WireFormat,
     as_flat,
     as_group,
@@ -90,44 +92,39 @@ def reduce_scatter_single(
     rank of the node, and one of one segment to one rank of every other node. Scratch: the messages;
     with a residual also the sums in float32, three times.
     """
-    group, tensors = as_group(group), {"output": output, "input": input}
+    group = as_group(group)
     if is_list(output) or is_list(input):
         check_no_residual(residual)
         inputs, shards = rows_and_shards(group, [format], input=input, output=output)
-        options: dict[str, Any] = {"format": format, "numbering": numbering, "random": random, "backend": backend}
-        exchange = partial(reduce_scatter_single, op=op, group=group, **options)
+        given: dict[str, Any] = {"format": format, "numbering": numbering, "random": random, "backend": backend}
+        exchange = partial(reduce_scatter_single, op=op, group=group, **given)
         return coalesced(exchange, shards, inputs, format, async_op=async_op)
-    found = check_arguments(group, format, numbering=numbering, async_op=async_op, residual=residual, **tensors)
-    output, input = map(as_flat, found)
-    hops_of = numbering if residual is None else "local"  # a residual needs two hops, and "local" rules out one
-    chosen = resolve(format, "reduce_scatter", group, input, input.numel(), first="intra", numbering=hops_of)
-    route = find_route("reduce_scatter", group, chosen.format, first="intra", num_hops=chosen.num_hops, backend=backend)
-    check_random(random, chosen.format)
-    steps = _checked_steps(output, input, op, route, numbering=numbering, random=random, residual=residual)
-    work = run(steps, output, input, async_op=async_op, queue=route.queue, num_exchanges=len(route.hops))
+    options = Options(format, backend, async_op, random, numbering, op, residual=residual)
+    route, (rows, shard) = planned("reduce_scatter", group, (input, output), options, _checked, first="intra")
+    divisor = divisor_of(op, route.world_size)
+    if is_debugging():
+        facts = {"numbering": numbering, "random": random, "residual": residual is not None}
+        route.compare(numel=shard.numel(), dtype=rows.dtype, op="avg" if divisor > 1 else "sum", **facts)
+    steps = reduce_steps(shard, rows, numbering, divisor, Encoder(route, rows.shape[1], random, residual))
+    work = run(steps, shard, rows, async_op=async_op, queue=route.queue, num_exchanges=len(route.hops))
     return work if residual is None else residual.watch(work)
 
 
-def _checked_steps(
-    output: Tensor,
-    source: Tensor,
-    op: Any,
-    route: Route,
-    *,
-    numbering: Numbering,
-    random: RandomKey | None,
-    residual: Residual | None,
-) -> Steps:
-    divisor = divisor_of(op, route.world_size)
+def _checked(input: Tensor, output: Tensor, group: Group, options: Options) -> Checked:
+    wire, backend, async_op, random, numbering, op, _, residual = options
+    facts: dict[str, Any] = {"numbering": numbering, "async_op": async_op, "residual": residual}
+    output, source = map(as_flat, check_arguments(group, wire, output=output, input=input, **facts))
+    hops_of = numbering if residual is None else "local"  # a residual needs two hops, and "local" rules out one
+    chosen = resolve(wire, "reduce_scatter", group, source, source.numel(), first="intra", numbering=hops_of)
+    route = find_route("reduce_scatter", group, chosen.format, first="intra", num_hops=chosen.num_hops, backend=backend)
+    check_random(random, chosen.format)
+    divisor_of(op, route.world_size)
     rows = rows_of("input", source, route.world_size)
     check_shard("output", output, "input", rows)
     route.check_dtype(source.dtype)
     if residual is not None:
         residual.check(route, numbering, rows.shape[1], rows)
-    op = "avg" if divisor > 1 else "sum"
-    facts = {"op": op, "numbering": numbering, "random": random, "residual": residual is not None}
-    route.compare(numel=output.numel(), dtype=rows.dtype, **facts)
-    return reduce_steps(output, rows, numbering, divisor, Encoder(route, rows.shape[1], random, residual))
+    return route, (rows, output)
 
 
 def reduce_steps(output: Tensor, rows: Tensor, numbering: Numbering, divisor: int, encoder: Encoder) -> Steps:

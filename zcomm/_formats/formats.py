@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -118,6 +118,7 @@ class Format:
     rotation: str | None = None
     """``"hadamard"``: every full block is rotated before it is quantized and rotated back after it is decoded, which
     spreads outliers over the block. The block must be a power of two; a shorter last block is not rotated."""
+    _text: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         """Raise FormatError for options that no kernel supports."""
@@ -131,6 +132,9 @@ class Format:
         elif self.block % 2 or not 2 <= self.block <= 65536:
             raise FormatError(f"block must be even and from 2 to 65536: format={self.name!r}, block={self.block}")
         self._check_options()
+        name = self.name if self.block == _BLOCKS[self.name] else f"{self.name}/{self.block}"
+        options = ("" if self.symmetric else "asym", self.rotation or "", "stochastic" if self.is_random else "")
+        object.__setattr__(self, "_text", ":".join([name, *filter(None, options)]))  # frozen
 
     def _check_options(self) -> None:
         if self.rounding not in ("nearest", "stochastic"):
@@ -155,9 +159,7 @@ class Format:
 
     def __str__(self) -> str:
         """The name, with the options that are not defaults: ``int4/64:asym:hadamard:stochastic``."""
-        name = self.name if self.block == _BLOCKS[self.name] else f"{self.name}/{self.block}"
-        options = ("" if self.symmetric else "asym", self.rotation or "", "stochastic" if self.is_random else "")
-        return ":".join([name, *filter(None, options)])
+        return self._text
 
 
 FORMATS = {name: Format(name, block) for name, block in _BLOCKS.items()}

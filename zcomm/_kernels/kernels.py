@@ -111,7 +111,7 @@ def _call(name: str, layout: MessageLayout, *arguments: Any) -> None:
 
 def _gpu_kernels(array: Tensor, *layouts: MessageLayout, draw: Draw | None = None) -> ModuleType | None:
     """The module of the GPU kernels that encode or decode ``array``; None: a CPU kernel or the reference does."""
-    if array.is_cpu and env.kernels(layouts[0].kernels)[0] != "triton":  # its interpreter runs on the CPU
+    if array.device.type == "cpu" and env.kernels(layouts[0].kernels)[0] != "triton":  # its interpreter runs on the CPU
         return None
     if on_cuda.serves(array, *layouts, draw=draw):
         return on_cuda

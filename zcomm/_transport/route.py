@@ -61,7 +61,7 @@ class Route:
         return layout_of(self.operation, wire, dtype, num_segments, segment_numel, self.kernels)
 
     def compare(self, **facts: object) -> None:
-        """With ZCOMM_DEBUG=1, raise on every rank unless all make this call with equal ``facts``."""
+        """Raise on every rank unless all make this call with equal ``facts``: with ZCOMM_DEBUG=1."""
         compare_calls(self.operation, self.hops, self.all_ranks, **facts)
 
     def check_dtype(self, dtype: torch.dtype) -> None:
@@ -206,7 +206,7 @@ def check_group(group: object) -> None:
 
 def as_group(group: GroupOrMesh) -> Group:
     """``group``, or the process group of a mesh. Raises TopologyError for a mesh of several dimensions."""
-    if isinstance(group, DeviceMesh):
+    if group is not None and not isinstance(group, Topology) and isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise TopologyError(
                 f"a mesh as group must have one dimension: ndim={group.ndim}; pass mesh[name] for one hop, or "
@@ -332,7 +332,10 @@ def check_apart(name: str, tensor: Tensor, other_name: str, other: Tensor) -> No
 
 def check_own_row(shard: Tensor, rows: Tensor, row: int) -> None:
     """Raise LayoutError unless ``shard`` is row ``row`` of ``rows`` or shares no memory with them."""
-    if shard.data_ptr() != rows.data_ptr() + row * rows.stride(0) * rows.element_size() or shard.dtype != rows.dtype:
+    begin, of_rows = shard.data_ptr(), rows.data_ptr()
+    if rows.is_contiguous() and (begin + shard.nbytes <= of_rows or of_rows + rows.nbytes <= begin):
+        return
+    if begin != of_rows + row * rows.stride(0) * rows.element_size() or shard.dtype != rows.dtype:
         check_apart("input", shard, "output (but for this rank's own row in it)", rows)
 
 

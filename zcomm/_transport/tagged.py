@@ -82,10 +82,9 @@ def exchange(
     """
     if _DROPPED:
         _DROP_THREAD.run(_wait_for_dropped)
-    start = partial(_start, group, tag, receives, sends, own, is_local=is_local)
     if not current_context().overlaps or sum(part.nbytes for _, part in sends) < BACKGROUND_NBYTES:
-        return TaggedExchange(start(), (receives, sends))
-    started = _BackgroundStart(start)
+        return TaggedExchange(_start(group, tag, receives, sends, own, is_local=is_local), (receives, sends))
+    started = _BackgroundStart(partial(_start, group, tag, receives, sends, own, is_local=is_local))
     pending = TaggedExchange([started], (receives, sends))
     _SEND_THREAD.run(started.start)
     return pending

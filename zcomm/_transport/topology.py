@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, Literal
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from weakref import WeakValueDictionary
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -461,17 +461,17 @@ def _equal_runs(nodes: list[int]) -> int:
     return per_node
 
 
-_HOPS: WeakKeyDictionary[Any, tuple[str | None, tuple[int, int, int, int, str, CollectiveLog]]] = WeakKeyDictionary()
-"""LOCAL_WORLD_SIZE, and what is known of a group without the group itself: a value that held its key would keep it."""
+_HOPS: dict[int, tuple[weakref.ref[Any], str | None, tuple[int, int, int, int, str, CollectiveLog]]] = {}
+"""By id of a group: the group, LOCAL_WORLD_SIZE, and what is known of the group. Nothing here keeps it alive."""
 
 
 def hop_of_group(group: dist.ProcessGroup | None) -> Hop:
     """One hop over all ranks of ``group``. ``LOCAL_WORLD_SIZE`` tells which of them share this rank's node."""
     process_group, local_world_size = dist.group.WORLD if group is None else group, os.environ.get("LOCAL_WORLD_SIZE")
     if process_group in dist.distributed_c10d._world.pg_map:  # not initialized, or destroyed: the checks below
-        known = _HOPS.get(process_group)
-        if known is not None and known[0] == local_world_size:
-            return Hop(process_group, *known[1])
+        known = _HOPS.get(id(process_group))
+        if known is not None and known[0]() is process_group and known[1] == local_world_size:
+            return Hop(process_group, *known[2])
     size, rank = _size_and_rank(group)
     if size == 1:
         return ALONE
@@ -481,5 +481,6 @@ def hop_of_group(group: dist.ProcessGroup | None) -> Hop:
     intra = sum(groups.is_member(group, rank) for rank in of_node) - 1
     assert process_group is not None, "torch.distributed is initialized"
     facts = size, rank, intra, size - 1 - intra, backend_of(group), log_of(process_group)
-    _HOPS[process_group] = local_world_size, facts
+    key = id(process_group)
+    _HOPS[key] = weakref.ref(process_group, lambda _: _HOPS.pop(key, None)), local_world_size, facts
     return Hop(process_group, *facts)
