@@ -79,6 +79,14 @@ def _check_allocated(rank: int, world_size: int) -> None:
         assert found.nbytes() == pytest.approx(report.total, rel=0.02), case
 
 
+@pytest.mark.parametrize(("mode", "stages"), [("delta_hpz", {3}), ("delta", {1, 2})])
+def test_a_mode_takes_memory_at_its_stages_alone(mode: str, stages: set[int]) -> None:
+    config = {"zero_optimization": {"stage": min(stages)}, "gradient_accumulation_steps": 2, "zcomm": {"mode": mode}}
+    plain = zero.estimate(Layered(), config | {"zcomm": {}}, 2, 2, prints=False)
+    with_mode = zero.estimate(Layered(), config, 2, 2, prints=False)
+    assert {stage for stage in range(4) if with_mode.nbytes(stage=stage) > plain.nbytes(stage=stage)} == stages
+
+
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_estimate_is_what_is_allocated(world_size: int) -> None:
     run_ranks(world_size, _check_allocated, world_size)

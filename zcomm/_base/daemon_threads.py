@@ -11,6 +11,8 @@ import atexit
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from queue import SimpleQueue
 
 END_S = 5.0
 """For all threads together. One may wait for a rank that never answers."""
@@ -31,8 +33,43 @@ def start_daemon(target: Callable[[], None], name: str, end: Callable[[], object
 
 @atexit.register
 def _end_all() -> None:
-    stop = time.monotonic() + END_S
-    for _, end in _THREADS:
-        end()
-    for thread, _ in _THREADS:
+    stop, threads = time.monotonic() + END_S, list(_THREADS)
+    for _, end in threads:
+        with suppress(Exception):
+            end()
+    for thread, _ in threads:
         thread.join(max(stop - time.monotonic(), 0.0))
+
+
+class DaemonThread:
+    """A daemon thread that runs callables in order, started at the first one. They must not raise."""
+
+    def __init__(self, name: str) -> None:
+        self._name, self._lock, self._is_running = name, threading.Lock(), False
+        self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+
+    def run(self, call: Callable[[], None]) -> None:
+        with self._lock:
+            self._calls.put(call)
+            if not self._is_running:  # also after its end: an exit handler of the program may call collectives
+                self._is_running = True
+                start_daemon(self._serve, self._name, self.end)
+
+    def end(self) -> None:
+        """End once everything has been run."""
+        self._calls.put(None)
+
+    def _serve(self) -> None:
+        is_ending = False
+        while True:
+            if is_ending:
+                with self._lock:
+                    if self._calls.empty():
+                        self._is_running = False
+                        return
+            call = self._calls.get()
+            if call is None:
+                is_ending = True
+            else:
+                call()
+            del call  # it holds tensors

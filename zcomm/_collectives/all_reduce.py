@@ -102,6 +102,7 @@ def _checked(tensor: Tensor, _: Tensor, group: Group, options: Options) -> Check
     wires = options.format, options.format if options.gather_format is None else options.gather_format
     found = check_arguments(group, *wires, async_op=options.async_op, residual=options.residual, tensor=tensor)
     flat = as_flat(*found)
+    divisor_of(options.op, 1)
     check_flat("tensor", flat)
     reducing, gathering = _routes(flat, group, options)
     reducing.check_dtype(flat.dtype)

@@ -22,15 +22,13 @@ import weakref
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from queue import SimpleQueue
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zcomm._base.daemon_threads import start_daemon
+from zcomm._base.daemon_threads import DaemonThread, start_daemon
 from zcomm._base.pending import Pending
 from zcomm._transport.tagged import Tags
 from zcomm._transport.tagged_group import Group, ranks_of
@@ -89,7 +87,7 @@ def checked(pending: Pending, exchange: Checks) -> Pending:
     if ranks.is_unordered:
         start_daemon(work.verify, "zcomm-check")
     elif ranks.takes_host_tensors:
-        _queue_of(ranks.group).put(work)  # V1: one queue and one thread for each group
+        _thread_of(ranks.group).run(work.verify)  # V1: one thread for each group
     return work
 
 
@@ -103,23 +101,15 @@ def _crc32(part: Tensor) -> int:
     return zlib.crc32(data)
 
 
-Queue = SimpleQueue["_CheckedExchange | None"]
-_QUEUES: weakref.WeakKeyDictionary[Group, Queue] = weakref.WeakKeyDictionary()
+_THREADS: weakref.WeakKeyDictionary[Group, DaemonThread] = weakref.WeakKeyDictionary()
 
 
-def _queue_of(group: Group) -> Queue:
-    queue = _QUEUES.get(group)
-    if queue is None:
-        queue = _QUEUES[group] = SimpleQueue()
-        start_daemon(partial(_serve, queue), "zcomm-check", partial(queue.put, None))
-        weakref.finalize(group, queue.put, None)  # ends the thread: it holds the queue, never the group
-    return queue
-
-
-def _serve(queue: Queue) -> None:
-    while (work := queue.get()) is not None:
-        work.verify()
-        del work  # or its tensors would stay alive until the next exchange
+def _thread_of(group: Group) -> DaemonThread:
+    thread = _THREADS.get(group)
+    if thread is None:
+        thread = _THREADS[group] = DaemonThread("zcomm-check")
+        weakref.finalize(group, thread.end)  # of the thread alone, never of the group
+    return thread
 
 
 @dataclass

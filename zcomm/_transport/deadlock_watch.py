@@ -218,13 +218,8 @@ class DeadlockWatch:
         name = name_of(topology)
         self._leave(topology, stacks.describe(threading.get_ident(), "has closed its Topology"))
         with self._lock:
-            closed = {**self._closed, name: {key: _closed(watched) for key, watched in watched_of(topology)}}
-            self._closed = {
-                of_closed: kept
-                for of_closed, hops in closed.items()
-                if (kept := {key: watched for key, watched in hops.items() if _is_shared(watched.hop, ended)})
-                and not self._is_closed_by_all(of_closed)
-            }
+            self._closed[name] = {key: _closed(watched) for key, watched in watched_of(topology)}
+            self._forget_closed(ended)
             self._topologies = tuple(one for one in self._alive() if one() is not topology)
             if not self._topologies:
                 self._end.set()
@@ -239,6 +234,15 @@ class DeadlockWatch:
         if self._store_answers:
             with suppress(Exception):  # the store, and with it the job, may have ended
                 self._store.set(f"{self._prefix}/left/{name_of(topology)}/{self._rank}", text)
+
+    def _forget_closed(self, ended: Sequence[dist.ProcessGroup] = ()) -> None:
+        """Stop watching hops of closed topologies whose group is destroyed, or which all ranks have closed."""
+        self._closed = {
+            name: kept
+            for name, hops in self._closed.items()
+            if (kept := {key: watched for key, watched in hops.items() if _is_shared(watched.hop, ended)})
+            and not self._is_closed_by_all(name)
+        }
 
     def _is_closed_by_all(self, name: str) -> bool:
         keys = [f"{self._prefix}/left/{name}/{rank}" for rank in range(self._world_size)]
@@ -266,11 +270,10 @@ class DeadlockWatch:
                 found.extend(f"rank {rank}: {self._store.get(keys[rank]).decode()}" for rank in there)
 
         if self._store_answers:
-            asking = threading.Thread(target=ask, name="zcomm-left", daemon=True)
             with suppress(RuntimeError):  # no thread can be started: the interpreter is shutting down
-                asking.start()
+                asking = start_daemon(ask, "zcomm-left")
                 asking.join(ANSWER_S)
-            self._store_answers = not asking.is_alive()
+                self._store_answers = not asking.is_alive()
         return found if self._store_answers else []
 
     def _alive(self) -> tuple[weakref.ref[Watchable], ...]:
@@ -283,6 +286,9 @@ class DeadlockWatch:
             False if no topology is left.
         """
         hops = {key: w for one in self._topologies if (t := one()) is not None for key, w in watched_of(t)}
+        if self._closed:
+            with self._lock:
+                self._forget_closed()
         hops |= {key: watched for of_closed in self._closed.values() for key, watched in of_closed.items()}
         report = self._progress(hops)
         seen = None if report is None else json.dumps(report[1:])
@@ -430,7 +436,7 @@ def _closed(watched: Watched) -> Watched:
 
 
 def _is_shared(hop: Hop, ended: Sequence[dist.ProcessGroup]) -> bool:
-    return isinstance(hop.group, TaggedGroup) and hop.group.group not in ended
+    return isinstance(hop.group, TaggedGroup) and is_open(hop.group) and hop.group.group not in ended
 
 
 DEADLOCK = "deadlock: the ranks make different calls: "

@@ -25,12 +25,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from zcomm._base.daemon_threads import start_daemon
+from zcomm._base.daemon_threads import DaemonThread
 from zcomm._transport.call_context import current_context
 from zcomm._transport.collective_log import CollectiveCall
 from zcomm._transport.tagged_group import Group
@@ -130,29 +129,9 @@ class _BackgroundStart:
             self._works.pop(0).wait()
 
 
-class _Thread:
-    """A daemon thread that runs callables in order, started at the first one. They must not raise."""
-
-    def __init__(self, name: str) -> None:
-        self._name, self._lock, self._is_running = name, threading.Lock(), False
-        self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-
-    def run(self, call: Callable[[], None]) -> None:
-        with self._lock:
-            if not self._is_running:
-                start_daemon(self._serve, self._name, partial(self._calls.put, None))
-                self._is_running = True
-        self._calls.put(call)
-
-    def _serve(self) -> None:
-        while (call := self._calls.get()) is not None:
-            call()
-            del call  # it holds tensors
-
-
 # Threads of their own: a wait blocks until other ranks have sent, and these may need this rank's next send first; and
 # an exchange that was dropped because it failed may never be complete.
-_SEND_THREAD, _WAIT_THREAD, _DROP_THREAD = _Thread("zcomm-send"), _Thread("zcomm-wait"), _Thread("zcomm-drop")
+_SEND_THREAD, _WAIT_THREAD, _DROP_THREAD = (DaemonThread(f"zcomm-{does}") for does in ("send", "wait", "drop"))
 _DROPPED: deque[tuple[list[Any], Any]] = deque()
 """Works and tensors of exchanges that were dropped before they were complete: gloo still writes to the tensors."""
 

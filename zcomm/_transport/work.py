@@ -243,7 +243,7 @@ class WorkQueue:
     def submit(self, steps: Steps, on_end: OnEnd | None = None) -> Work:
         """Run ``steps`` after everything submitted before, then call ``on_end``, both in the thread."""
         self.check_open()
-        if self._thread is None:
+        if self._thread is None or not self._thread.is_alive():  # at exit it ends before handlers of the program
             self._thread = start_daemon(partial(_serve, self._queue), "zcomm", partial(self._queue.put, None))
             weakref.finalize(self, self._queue.put, None)  # W2: the thread holds the queue, not this object
         work = self._last = _QueuedCollective(steps, self.waits, on_end)

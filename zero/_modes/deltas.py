@@ -20,7 +20,6 @@ class DeltaMode(Mode):
     """Saves what crosses the network."""
 
     needs_nodes = True
-    stages: ClassVar[tuple[int, ...]]
     needs: ClassVar[str]
     """The stages, and why these."""
     instead: ClassVar[str]

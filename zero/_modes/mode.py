@@ -48,6 +48,8 @@ class Mode:
     """The stage alone. A mode overrides what it changes."""
 
     name: ClassVar[str | None] = None
+    stages: ClassVar[tuple[int, ...]] = (0, 1, 2, 3)
+    """Those that it can be combined with."""
     needs_nodes: ClassVar[bool] = False
     """Whether it has an effect on several nodes only."""
     has_own_formats: ClassVar[bool] = False

@@ -278,7 +278,9 @@ def _buffers(counts: Counts, setup: TrainingSetup) -> list[MemoryUsage]:
 
 
 def _of_mode(counts: Counts, setup: TrainingSetup) -> dict[str, float]:
-    """What the mode holds on the device."""
+    """What the mode holds on the device; nothing at a stage for which it is not."""
+    if setup.stage not in MODES[setup.mode].stages:
+        return {}
     shape = MemoryShape(
         counts.numel,
         counts.numel if counts.trainable is None else counts.trainable,
