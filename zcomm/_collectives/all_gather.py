@@ -23,7 +23,7 @@ from zcomm._collectives.auto_format import resolve
 from zcomm._collectives.coalesced import coalesced, is_list, rows_and_shards
 from zcomm._collectives.encoder import Encoder, check_random
 from zcomm._collectives.nccl_steps import gather_over_nccl, is_native
-from zcomm._collectives.plans import Checked, Options, planned
+from zcomm._collectives.plans import CallOptions, Checked, planned
 from zcomm._formats.formats import Format, codec_for, is_same_wire
 from zcomm._formats.message import MessageLayout
 from zcomm._formats.philox import RandomKey
@@ -94,7 +94,7 @@ def all_gather_single(
         lists = rows_and_shards(group, [format], output=output, input=input)
         given: dict[str, Any] = {"format": format, "numbering": numbering, "random": random, "backend": backend}
         return coalesced(partial(all_gather_single, group=group, **given), *lists, format, async_op=async_op)
-    options = Options(format, backend, async_op, random, numbering)
+    options = CallOptions(format, backend, async_op, random, numbering)
     route, (rows, shard) = planned("all_gather", group, (output, input), options, _checked, first="inter")
     check_own_row(shard, rows, route.own_row(numbering))
     if is_debugging():
@@ -103,7 +103,7 @@ def all_gather_single(
     return run(steps, rows, shard, async_op=async_op, queue=route.queue, num_exchanges=len(route.hops))
 
 
-def _checked(output: Tensor, input: Tensor, group: Group, options: Options) -> Checked:
+def _checked(output: Tensor, input: Tensor, group: Group, options: CallOptions) -> Checked:
     wire, backend, async_op, random, numbering, *_ = options
     found = check_arguments(group, wire, numbering=numbering, async_op=async_op, output=output, input=input)
     output, input = map(as_flat, found)

@@ -13,7 +13,7 @@ from zcomm._collectives.all_gather import gather_steps
 from zcomm._collectives.auto_format import is_auto, resolve
 from zcomm._collectives.coalesced import as_lists, check_no_residual, coalesced, is_list, world_size_of
 from zcomm._collectives.encoder import Encoder, check_random
-from zcomm._collectives.plans import Checked, Options, planned
+from zcomm._collectives.plans import CallOptions, Checked, planned
 from zcomm._collectives.reduce_scatter import reduce_steps
 from zcomm._formats.formats import Format
 from zcomm._formats.philox import RandomKey
@@ -77,7 +77,7 @@ def all_reduce(
         given: dict[str, Any] = {"format": format, "gather_format": gather_format, "random": random}
         call = partial(all_reduce, op=op, group=group, residual=residual, backend=backend, **given)
         return _all_reduce_list(call, tensor, group, wires, async_op=async_op)
-    options = Options(format, backend, async_op, random, "rank", op, gather_format, residual)
+    options = CallOptions(format, backend, async_op, random, "rank", op, gather_format, residual)
     reducing, (_, tensor) = planned("all_reduce", group, (tensor, tensor), options, _checked, first="intra")
     gathering = _gathering_route(tensor, group, options)
     shard_numel = -(-tensor.numel() // reducing.world_size)
@@ -97,7 +97,7 @@ def all_reduce(
     return work if residual is None else residual.watch(work)
 
 
-def _checked(tensor: Tensor, _: Tensor, group: Group, options: Options) -> Checked:
+def _checked(tensor: Tensor, _: Tensor, group: Group, options: CallOptions) -> Checked:
     """The tensor as rows, if the ranks divide it, and flat."""
     wires = options.format, options.format if options.gather_format is None else options.gather_format
     found = check_arguments(group, *wires, async_op=options.async_op, residual=options.residual, tensor=tensor)
@@ -113,13 +113,13 @@ def _checked(tensor: Tensor, _: Tensor, group: Group, options: Options) -> Check
     return reducing, (flat.view(reducing.world_size, -1) if is_even else flat, flat)
 
 
-def _gather_format(options: Options) -> WireFormat:
+def _gather_format(options: CallOptions) -> WireFormat:
     if options.gather_format is not None:
         return options.gather_format
     return options.format if isinstance(options.format, (str, Format)) else options.format[::-1]
 
 
-def _gathering_route(tensor: Tensor, group: Group, options: Options) -> Route:
+def _gathering_route(tensor: Tensor, group: Group, options: CallOptions) -> Route:
     wire = _gather_format(options)
     if is_auto(options.format) or is_auto(wire):
         return _routes(tensor, group, options)[1]
@@ -145,7 +145,7 @@ def _all_reduce_list(
     return coalesced(exchange, rows, rows, *formats, async_op=async_op, then=finish)
 
 
-def _routes(tensor: Tensor, group: Group, options: Options) -> tuple[Route, Route]:
+def _routes(tensor: Tensor, group: Group, options: CallOptions) -> tuple[Route, Route]:
     """Routes of both collectives, over the same hops; two hops if a residual needs them."""
     backend, numel = options.backend, tensor.numel()
     reduced = resolve(options.format, "all_reduce", group, tensor, numel, first="intra")

@@ -16,7 +16,7 @@ from torch import Tensor
 from zcomm._collectives.auto_format import resolve
 from zcomm._collectives.encoder import Encoder, check_random
 from zcomm._collectives.nccl_steps import exchange_over_nccl, is_native
-from zcomm._collectives.plans import Checked, Options, planned
+from zcomm._collectives.plans import CallOptions, Checked, planned
 from zcomm._collectives.uneven_all_to_all import Splits, uneven_all_to_all
 from zcomm._formats.formats import codec_for
 from zcomm._formats.philox import RandomKey
@@ -87,7 +87,7 @@ def all_to_all_single(
         splits = Splits(output_split_sizes, input_split_sizes)
         given: dict[str, Any] = {"format": format, "random": random, "async_op": async_op, "backend": backend}
         return uneven_all_to_all(output, input, group, splits, **given)
-    options = Options(format, backend, async_op, random)
+    options = CallOptions(format, backend, async_op, random)
     route, (source, parts) = planned("all_to_all", group, (input, output), options, _checked, first="intra")
     check_apart("output", parts, "input", source)
     if is_debugging():
@@ -96,7 +96,7 @@ def all_to_all_single(
     return run(steps, parts, source, async_op=async_op, queue=route.queue, num_exchanges=len(route.hops))
 
 
-def _checked(input: Tensor, output: Tensor, group: Group, options: Options) -> Checked:
+def _checked(input: Tensor, output: Tensor, group: Group, options: CallOptions) -> Checked:
     wire, backend, async_op, random, *_ = options
     rows = input.shape[0] if isinstance(input, Tensor) and input.ndim > 1 else 0
     output, source = map(as_flat, check_arguments(group, wire, async_op=async_op, output=output, input=input))

@@ -29,7 +29,7 @@ _KNOWN: dict[object, tuple[torch.Size | None, torch.Size | None]] = {}
 """By the facts of a call, what each tensor is viewed as; None: it is used as it is."""
 
 
-class Options(NamedTuple):
+class CallOptions(NamedTuple):
     """The arguments of a collective besides its tensors and its group."""
 
     format: WireFormat
@@ -50,8 +50,8 @@ def planned(
     operation: str,
     group: Group,
     tensors: tuple[Any, Any],
-    options: Options,
-    check: Callable[[Any, Any, Group, Options], Checked],
+    options: CallOptions,
+    check: Callable[[Any, Any, Group, CallOptions], Checked],
     *,
     first: Literal["intra", "inter"],
 ) -> Checked:
@@ -87,7 +87,7 @@ def planned(
     return route, views
 
 
-def _facts_of(operation: str, tensors: Sequence[Any], options: Options) -> object:
+def _facts_of(operation: str, tensors: Sequence[Any], options: CallOptions) -> object:
     """The key of a call; None if it is not to be remembered, or one of ``tensors`` is none or differentiated."""
     format, backend, _, random, numbering, op, gather_format, residual = options
     a, b = tensors

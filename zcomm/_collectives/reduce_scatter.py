@@ -23,7 +23,7 @@ from zcomm._collectives.auto_format import resolve
 from zcomm._collectives.coalesced import check_no_residual, coalesced, is_list, rows_and_shards
 from zcomm._collectives.encoder import Encoder, check_random
 from zcomm._collectives.nccl_steps import is_native, reduce_over_nccl
-from zcomm._collectives.plans import Checked, Options, planned
+from zcomm._collectives.plans import CallOptions, Checked, planned
 from zcomm._formats.message import MessageLayout
 from zcomm._formats.philox import RandomKey
 from zcomm._kernels import kernels
@@ -99,7 +99,7 @@ def reduce_scatter_single(
         given: dict[str, Any] = {"format": format, "numbering": numbering, "random": random, "backend": backend}
         exchange = partial(reduce_scatter_single, op=op, group=group, **given)
         return coalesced(exchange, shards, inputs, format, async_op=async_op)
-    options = Options(format, backend, async_op, random, numbering, op, residual=residual)
+    options = CallOptions(format, backend, async_op, random, numbering, op, residual=residual)
     route, (rows, shard) = planned("reduce_scatter", group, (input, output), options, _checked, first="intra")
     divisor = divisor_of(op, route.world_size)
     if is_debugging():
@@ -110,7 +110,7 @@ def reduce_scatter_single(
     return work if residual is None else residual.watch(work)
 
 
-def _checked(input: Tensor, output: Tensor, group: Group, options: Options) -> Checked:
+def _checked(input: Tensor, output: Tensor, group: Group, options: CallOptions) -> Checked:
     wire, backend, async_op, random, numbering, op, _, residual = options
     facts: dict[str, Any] = {"numbering": numbering, "async_op": async_op, "residual": residual}
     output, source = map(as_flat, check_arguments(group, wire, output=output, input=input, **facts))
