@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -17,22 +16,10 @@ import torch.distributed as dist
 
 import zcomm
 from tests.ranks import run_ranks, topology
+from tests.variables import variables
 from zcomm import CommunicationError, LayoutError
-from zcomm._base import env
 from zcomm._transport import backend
 from zcomm._transport.call_context import public_call
-
-
-@contextmanager
-def _debugging() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ZCOMM_DEBUG", "1")
-        env.value.cache_clear()
-        try:
-            yield
-        finally:
-            patch.undo()
-            env.value.cache_clear()
 
 
 def _gather(numel: int, **options: Any) -> None:
@@ -58,7 +45,7 @@ def _check_mismatches(rank: int) -> None:
         (lambda: _gather(8, group=None if is_odd else t, format="int8"), ("hops=1", "hops=2")),
         (lambda: _gather(8, group=None if is_odd else flat), ("group='0'", "group='")),
     ]
-    with _debugging():
+    with variables(ZCOMM_DEBUG="1"):
         for call, texts in calls:
             with pytest.raises(LayoutError) as caught:
                 call()
@@ -86,7 +73,7 @@ def _check_control(rank: int) -> None:
         (lambda: zcomm.control.gather_texts("text", t), r"control all_gather\(nbytes=512"),
         (lambda: zcomm.control.broadcast_(torch.ones(2), 1, t), r"control broadcast\(nbytes=8"),
     ]
-    with _debugging():
+    with variables(ZCOMM_DEBUG="1"):
         for call, text in calls:
             with pytest.raises(LayoutError, match=text), public_call("save_checkpoint()"):
                 _gather(5, group=t) if rank == 1 else call()
@@ -100,7 +87,7 @@ def test_control_exchanges_are_compared() -> None:
 def _check_secondary(rank: int) -> None:
     partition = zcomm.SecondaryPartition(topology(2), 10 + rank, torch.float32)
     partition.fill(torch.ones(10 + rank))
-    with _debugging(), pytest.raises(LayoutError, match="secondary_gather"):
+    with variables(ZCOMM_DEBUG="1"), pytest.raises(LayoutError, match="secondary_gather"):
         partition.gather(torch.empty(10 + rank))
 
 
@@ -113,7 +100,7 @@ def _check_missing(rank: int) -> None:
     t = topology(2)
     partition = zcomm.SecondaryPartition(t, 10, torch.float32)
     partition.fill(torch.ones(10))
-    with _debugging(), pytest.MonkeyPatch.context() as patch:
+    with variables(ZCOMM_DEBUG="1"), pytest.MonkeyPatch.context() as patch:
         seconds = 6 if rank == 2 else 2  # the third rank gives up when the others have
         patch.setattr(backend, "timeout_of", lambda _group: timedelta(seconds=seconds))
         _gather(7)  # what rank 3 will have done last
@@ -150,7 +137,7 @@ def _check_threads(rank: int) -> None:
         for _ in range(3):
             _gather(5, group=other)
 
-    with _debugging():
+    with variables(ZCOMM_DEBUG="1"):
         thread = threading.Thread(target=in_thread)
         if rank % 2:
             thread.start()

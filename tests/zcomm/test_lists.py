@@ -4,8 +4,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -15,9 +13,9 @@ from torch import Tensor
 
 import zcomm
 from tests.ranks import device_mesh, run_ranks, topology
+from tests.variables import variables
 from tests.zcomm.data import same_values
 from zcomm import DivergedError, FormatError, LayoutError, RandomKey, Topology
-from zcomm._base import env
 
 W = 4
 SHAPES = [(5,), (0,), (10, 30), (1,), (256,), (7, 11), (1024,)]
@@ -230,18 +228,6 @@ def test_what_all_reduce_and_options_refuse() -> None:
             zcomm.all_reduce([F.clone()], group=ONE, gather_format=wrong)  # type: ignore[arg-type]
 
 
-@contextmanager
-def _debugging() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ZCOMM_DEBUG", "1")
-        env.value.cache_clear()
-        try:
-            yield
-        finally:
-            patch.undo()
-            env.value.cache_clear()
-
-
 def _check_other_lists(rank: int) -> None:
     """Lists with other lengths, whose buffers are equally long: never mixed up."""
     t = topology(2)
@@ -249,7 +235,7 @@ def _check_other_lists(rank: int) -> None:
     shards = [torch.ones(n) for n in numels]
     with pytest.raises(DivergedError):
         zcomm.all_gather_single(_like(shards, W), shards, t, format="int8")
-    with _debugging(), pytest.raises(LayoutError, match=r"calls must be equal(.|\n)*bucket=2 tensors"):
+    with variables(ZCOMM_DEBUG="1"), pytest.raises(LayoutError, match=r"calls must be equal(.|\n)*bucket=2 tensors"):
         zcomm.all_gather_single(_like(shards, W), shards, t, format="int8")
     zcomm.all_reduce([torch.ones(3), torch.ones(5)], group=t)
 

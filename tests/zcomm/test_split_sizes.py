@@ -4,8 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from itertools import accumulate
 from typing import Any
 
@@ -17,11 +16,11 @@ from torch import Tensor
 
 import zcomm
 from tests.ranks import device_mesh, run_ranks, topology
+from tests.variables import variables
 from tests.zcomm import oracle
 from tests.zcomm.data import same_values
 from tests.zcomm.test_checked import checking, flipped_bit
 from zcomm import BackendUnavailableError, DamagedError, DivergedError, FormatError, LayoutError, RandomKey, Topology
-from zcomm._base import env
 
 W = 4
 ROW = (3, 37)
@@ -233,19 +232,6 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 """What one rank passes instead, and its error."""
 
 
-@contextmanager
-def _switched_on(*names: str) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        for name in names:
-            patch.setenv(name, "1")
-        env.value.cache_clear()
-        try:
-            yield
-        finally:
-            patch.undo()
-            env.value.cache_clear()
-
-
 def _fails(rank: int, group: Any, culprits: list[int], passed: dict[str, Any], text: str, *, async_op: bool) -> None:
     """Of the ranks only ``culprits`` pass something else. All have an error, and the next call is as usual."""
     given = FITTING | (passed if rank in culprits else {})
@@ -264,7 +250,7 @@ def _check_one_rank(rank: int, kind: str) -> None:
     for group in (None, topology(2)):
         for async_op in (False, True):
             _fails(rank, group, [3], passed, text, async_op=async_op)
-    with _switched_on("ZCOMM_CHECK", "ZCOMM_DEBUG"):
+    with variables(ZCOMM_CHECK="1", ZCOMM_DEBUG="1"):
         _fails(rank, topology(2), [3], passed, text, async_op=False)
 
 
@@ -335,7 +321,7 @@ def _check_other_calls(rank: int) -> None:
         with pytest.raises(DivergedError):
             other() if rank == 1 else _exchange(x, rank, splits, t)
         _exchange(x, rank, splits, t)
-    with _switched_on("ZCOMM_DEBUG"), pytest.raises(LayoutError, match="the ranks' calls must be equal"):
+    with variables(ZCOMM_DEBUG="1"), pytest.raises(LayoutError, match="the ranks' calls must be equal"):
         others[1]() if rank == 1 else _exchange(x, rank, splits, t)
 
 

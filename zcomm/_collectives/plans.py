@@ -79,7 +79,7 @@ def planned(
         if (a.shape if of_all is None else of_all)[0] == route.world_size:
             return route, (a if of_all is None else a.view(of_all), b if of_rank is None else b.view(of_rank))
     route, views = check(*tensors, group, options)
-    if facts is not None:
+    if facts is not None and views[0].shape[0] == route.world_size:
         if len(_KNOWN) >= MAX_KEPT:
             _KNOWN.clear()
         of_all, of_rank = (None if v.shape == t.shape else v.shape for t, v in zip(tensors, views, strict=True))

@@ -26,7 +26,7 @@ from zero._checkpoint.snapshot import group_options, restore_random_state
 from zero._checkpoint.streamed_load import StreamedStates
 from zero._ranks.rank_errors import on_every_rank, raise_first
 from zero._runtime.initial_values import distinct
-from zero._runtime.mode_state import load_all_residuals, refresh_replicas, replica_shards, reset_residuals, residuals_of
+from zero._runtime.mode_state import load_all_residuals, replica_shards, reset_residuals, residuals_of
 from zero._runtime.optimizer_parts import OptimizerParts
 from zero._runtime.runtime import Runtime
 from zero._sharding.bucket import Bucket
@@ -74,7 +74,7 @@ def restore_node_parts(internals: OptimizerParts, request: Request) -> None:
     runtime = internals.runtime
     reset_residuals(runtime)
     if any(key.startswith("replica/") for key in request.index.tensors):
-        refresh_replicas(runtime, _shards(internals, request))
+        runtime.set_replicas(_shards(internals, request))
     ranks = _ranks(request, runtime)
     if ranks == [runtime.topology.rank]:
         for residual, state in zip(residuals_of(runtime), _states(request, ranks), strict=True):

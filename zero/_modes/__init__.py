@@ -5,7 +5,7 @@ Out: the settings in effect, where parameters come from, where gradients go, and
 Called by: _model for the settings, _runtime for the parts, plan for the estimate.
 """
 
-from zcomm import Topology
+from zcomm import ConfigError, Topology
 from zero._config.settings import Effective, ZeroSettings
 from zero._modes.delta import Delta
 from zero._modes.delta_hpz import DeltaHpz
@@ -20,4 +20,7 @@ def resolve_mode(settings: ZeroSettings, topology: Topology) -> Effective:
     Raises:
         ConfigError: The mode is not combined with another setting; see also :func:`zero._config.settings.resolve`.
     """
-    return MODES[settings.mode].resolve(settings, topology)
+    mode = MODES[settings.mode]
+    if settings.stage not in mode.stages:
+        raise ConfigError(f"mode={mode.name!r} needs {mode.needs}: stage={settings.stage}; {mode.instead}")
+    return mode.resolve(settings, topology)

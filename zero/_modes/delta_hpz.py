@@ -53,8 +53,7 @@ class DeltaHpz(DeltaMode):
 
     name, stages, deltas_over = "delta_hpz", (3,), "nodes"
     has_own_formats, is_chunked = True, False
-    needs = "stage 3, where parameters are gathered"
-    instead = "mode='delta' is of stages 1 and 2"
+    needs, instead = "stage 3, where parameters are gathered", "mode='delta' is of stages 1 and 2"
 
     def refused(self, settings: ZeroSettings) -> dict[str, bool]:
         return {

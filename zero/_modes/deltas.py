@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import ClassVar
 
 from zcomm import ConfigError, Topology, get_format
 from zero._config.settings import Effective, ZeroSettings, resolve
@@ -20,14 +19,8 @@ class DeltaMode(Mode):
     """Saves what crosses the network."""
 
     needs_nodes = True
-    needs: ClassVar[str]
-    """The stages, and why these."""
-    instead: ClassVar[str]
-    """Which mode is of others."""
 
     def resolve(self, settings: ZeroSettings, topology: Topology) -> Effective:
-        if settings.stage not in self.stages:
-            raise ConfigError(f"mode={self.name!r} needs {self.needs}: stage={settings.stage}; {self.instead}")
         refused = {
             "delayed_update (replicas would be one update behind)": settings.tiers.states.delays_update,
             **self.refused(settings),

@@ -49,7 +49,11 @@ class Mode:
 
     name: ClassVar[str | None] = None
     stages: ClassVar[tuple[int, ...]] = (0, 1, 2, 3)
-    """Those that it can be combined with."""
+    """Those that it can be combined with; at others it is refused, and takes no memory in an estimate."""
+    needs: ClassVar[str] = ""
+    """These stages in words, and why these."""
+    instead: ClassVar[str] = "leave out the mode"
+    """The remedy at others."""
     needs_nodes: ClassVar[bool] = False
     """Whether it has an effect on several nodes only."""
     has_own_formats: ClassVar[bool] = False

@@ -50,14 +50,9 @@ def restore_node_state(runtime: Runtime, saved: Mapping[str, Any] | None) -> Non
     reset_residuals(runtime)
     if saved is None or not runtime.gatherer.replicas:
         return
-    refresh_replicas(runtime, {b: saved["replicas"][b.index] for b in replica_shards(runtime)})
+    runtime.set_replicas({b: saved["replicas"][b.index] for b in replica_shards(runtime)})
     for residual, state in zip(residuals_of(runtime), saved["residuals"], strict=True):
         residual.load_state_dict(state)
-
-
-def refresh_replicas(runtime: Runtime, shards: Mapping[Bucket, Tensor]) -> None:
-    """Set all nodes' replicas to these values of every rank's shards. Collective; the same buckets on every rank."""
-    runtime.set_replicas(shards)
 
 
 def reset_residuals(runtime: Runtime) -> None:
