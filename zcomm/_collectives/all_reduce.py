@@ -98,7 +98,7 @@ def all_reduce(
 
 
 def _checked(tensor: Tensor, _: Tensor, group: Group, options: CallOptions) -> Checked:
-    """The tensor as rows, if the ranks divide it, and flat."""
+    """The tensor as [world_size, n], if its size allows that, and flat."""
     wires = options.format, options.format if options.gather_format is None else options.gather_format
     found = check_arguments(group, *wires, async_op=options.async_op, residual=options.residual, tensor=tensor)
     flat = as_flat(*found)

@@ -1,4 +1,4 @@
-"""Calls whose arguments were checked before: an equal one, on tensors of the same sizes, goes straight to the wire.
+"""Skips the argument checks of a call if an equal one, on tensors of the same sizes, has passed them.
 
     first call   types, formats, sizes and dtypes checked  --> remembered: how each tensor is viewed
     equal call   looked up by the same facts               --> route, views, exchange
@@ -23,7 +23,7 @@ from zcomm._transport.route import Group, Route, WireFormat, find_route
 from zcomm._transport.topology import Numbering
 
 MAX_KEPT = 4096
-"""A program with tensors of ever new sizes would else remember all of them."""
+"""A limit for programs whose tensors keep changing size: every size would be remembered."""
 
 _KNOWN: dict[object, tuple[torch.Size | None, torch.Size | None]] = {}
 """By the facts of a call, what each tensor is viewed as; None: it is used as it is."""
@@ -88,7 +88,7 @@ def planned(
 
 
 def _facts_of(operation: str, tensors: Sequence[Any], options: CallOptions) -> object:
-    """The key of a call; None if it is not to be remembered, or one of ``tensors`` is none or differentiated."""
+    """The key of a call; None if it must not be remembered, or if a tensor is not a plain one without gradient."""
     format, backend, _, random, numbering, op, gather_format, residual = options
     a, b = tensors
     if type(a) is not Tensor or type(b) is not Tensor or a.requires_grad or b.requires_grad:

@@ -35,7 +35,7 @@ class SharedGroup:
 
     @property
     def users(self) -> list[object]:
-        """Topologies that use it now; one that was collected without being closed does not."""
+        """Topologies that use it now; not those that were garbage-collected without being closed."""
         return [user for reference in self._users if (user := reference()) is not None]
 
     def add(self, user: object) -> None:

@@ -61,7 +61,7 @@ class Route:
         return layout_of(self.operation, wire, dtype, num_segments, segment_numel, self.kernels)
 
     def compare(self, **facts: object) -> None:
-        """Raise on every rank unless all make this call with equal ``facts``: with ZCOMM_DEBUG=1."""
+        """For ZCOMM_DEBUG=1: raise on every rank unless all make this call with equal ``facts``."""
         compare_calls(self.operation, self.hops, self.all_ranks, **facts)
 
     def check_dtype(self, dtype: torch.dtype) -> None:

@@ -62,7 +62,7 @@ class GradientReduceScatter:
         """Forget the gradients of a bucket since the last step."""
 
     def start(self, grads: BucketGrads, full: Tensor, output: Tensor | None) -> list[Work]:
-        """Start reducing ``full`` to ``output``; None: to the node sums."""
+        """Start reducing ``full`` to ``output``; that is None only if :attr:`stays_in_node`."""
         assert output is not None, "a reduction without an output buffer"
         wire = self.effective.gradient_formats
         if wire is None:

@@ -16,7 +16,7 @@ CHANGE_FORMAT = "int4"
 
 
 class DeltaMode(Mode):
-    """Saves what crosses the network."""
+    """Reduces traffic between nodes, so it needs several."""
 
     needs_nodes = True
 

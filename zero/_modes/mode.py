@@ -1,4 +1,4 @@
-"""What a mode decides. :class:`Mode` itself is no mode: parameters and gradients travel as the stage says.
+"""What a mode decides. The base class :class:`Mode` is no mode: parameters and gradients travel as the stage says.
 
 resolve      which settings take effect        sources     where the parameters of each bucket come from
 reduction    where their gradients go          memory, schedule, deltas_over     what that costs, for the estimate
