@@ -52,7 +52,7 @@ def offload_states(
     runtime, kinds = parts.runtime, _kinds(include)
     if str(getattr(device, "value", device)) != "cpu":
         raise ConfigError(f"states can be offloaded to host memory only: device={device!r}; use 'cpu'")
-    if runtime.state_files is not None or any(b.is_trainable and not b.storage.is_on_device for b in runtime.buckets):
+    if runtime.state_files.groups_of or any(b.is_trainable and not b.storage.is_on_device for b in runtime.buckets):
         raise ConfigError(
             "states and parameters must be on the device: offload_optimizer.device is nvme, or offload_param is set"
         )
@@ -102,7 +102,7 @@ def _tensors(parts: OptimizerParts, kinds: Collection[str]) -> Iterator[Tensor]:
     """The tensors of ``kinds`` on the device."""
     runtime = parts.runtime
     for bucket in runtime.buckets:
-        if "hp_params" in kinds and bucket.host is None and bucket.storage.is_in_memory:
+        if "hp_params" in kinds and not bucket.states.is_on_host and bucket.storage.is_in_memory:
             yield bucket.master
         if "lp_params" in kinds and bucket.storage.is_in_memory:
             yield from (tensor for tensor in (bucket.shard, bucket.full) if tensor is not None)
@@ -110,7 +110,7 @@ def _tensors(parts: OptimizerParts, kinds: Collection[str]) -> Iterator[Tensor]:
         yield from grads.store.tensors if grads.store.is_on_device else ()
         yield from (tensor for tensor in (grads.rows, grads.full) if tensor is not None)
     for piece in parts.pieces if "optim_states" in kinds else ():
-        if piece.bucket.host is None:
+        if not piece.bucket.states.is_on_host:
             states = parts.inner.state.get(piece.master, {}).values()
             yield from (value for value in states if isinstance(value, Tensor) and value.ndim)
 

@@ -35,16 +35,15 @@ from zero._model.leaf_modules import set_configured
 from zero._optim.cpu_optimizer_base import CPUOptimizer
 from zero._optim.host_adam import build_updater
 from zero._optim.loss_scale import LossScale, loss_scale_of, not_scaled
-from zero._optim.masters import OptimizerStates, as_groups, build_pieces
+from zero._optim.masters import as_groups, build_pieces
 from zero._ranks.collective_calls import calling_over, collective_methods
 from zero._ranks.distributed import DataParallel, data_parallel
 from zero._ranks.model_parallel import ModelParallel
 from zero._ranks.rank_errors import on_every_rank
 from zero._runtime.memory_report import MemoryReport, measure
-from zero._runtime.mode_state import restore_node_state
 from zero._runtime.optimizer_parts import OptimizerParts, values_of
 from zero._runtime.runtime import Runtime
-from zero._runtime.shard_state import RanksState, check_fits, load_masters, restore_parameters, shard_state
+from zero._runtime.shard_state import RanksState, check_fits, load_masters, restore_parts, shard_state
 from zero._runtime.validate import announce, check_inputs, choose_formats
 from zero._step.clip import clip_grad_norm_, fold_clipping
 from zero._step.final_gradients import FinalGradients, GradScalerHook
@@ -137,7 +136,6 @@ class ZeroOptimizer(Optimizer):
             with self._runtime.gathered(self._runtime.buckets):  # the model stays full
                 self._runtime.close()
             raise
-        self._runtime.states = OptimizerStates(self._inner, self._pieces)
         self._gradients = FinalGradients(
             self._runtime, self._pieces, rounds_means=isinstance(self._inner, CPUOptimizer)
         )
@@ -352,15 +350,13 @@ class ZeroOptimizer(Optimizer):
         if self.loss_scale is not None and state_dict.get("loss_scale") is not None:
             self.loss_scale.load_state_dict(state_dict["loss_scale"])
         self._runtime.write_back(buckets)
-        restore_parameters(self._runtime, state_dict)
-        restore_node_state(self._runtime, state_dict.get("node"))
+        restore_parts(self._runtime, state_dict)
 
     def load_inner_state(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of the inner optimizer, which updates this rank's masters."""
         on_every_rank(lambda: self._inner.load_state_dict(state_dict), self.topology)
         self._share_state()
-        if self._runtime.file_update is not None:
-            on_every_rank(self._runtime.file_update.store_states, self.topology)
+        self._runtime.state_files.store_states()
 
     @property
     def parts(self) -> OptimizerParts:

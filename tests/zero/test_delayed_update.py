@@ -87,7 +87,7 @@ def _check_staleness(rank: int, tier: str, folder: str) -> None:
         model, Gated.num_steps_begun = new_model(has_unused=True), 0
         with zero_optimizer(model, Gated(groups_of(model), lr=1e-2), **case) as optimizer:
             scheduler = LambdaLR(optimizer, _rate)
-            late = {s.name for b in optimizer.parts.runtime.buckets if b.host is not None for s in b.layout.slots}
+            late = {s.name for b in optimizer.parts.runtime.buckets if b.states.is_on_host for s in b.layout.slots}
             losses = train_late(model, optimizer, rank, range(STEPS), scheduler=scheduler, **case)
             Gated.num_steps_begun += 1
             optimizer.finish_update()

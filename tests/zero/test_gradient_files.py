@@ -106,7 +106,7 @@ def _check_failure(rank: int, folder: str) -> None:
     for verb, at, fails_in_step in (("write", 2, False), ("read", 3, False), ("read", 2, True)):
         model = new_model()
         with zero_optimizer(model, zero.CPUAdam, **options) as optimizer:
-            store, before = optimizer.parts.runtime.gradient_files.store, full_values(model)
+            store, before = optimizer.parts.runtime.state_files.gradients.store, full_values(model)
             if fails_in_step:
                 _backwards(model, rank)
             call = getattr(store, verb)

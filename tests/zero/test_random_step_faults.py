@@ -103,7 +103,7 @@ class Training:
 
     def stores(self) -> list[FileStore]:
         runtime = self.optimizer.parts.runtime
-        found = [runtime.state_files.store, runtime.gradient_files.store]
+        found = [runtime.state_files.store, runtime.state_files.gradients.store]
         return found + (
             [] if runtime.parameter_storage._staging is None else [runtime.parameter_storage._staging.store]
         )

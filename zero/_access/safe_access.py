@@ -197,8 +197,8 @@ def _set_grad(param: nn.Parameter, own: Callable[[ParameterLocation], Tensor]) -
     runtime.reducer.change(
         runtime.reducer.by_bucket[location.bucket.index], lambda rows: rows[location.part].copy_(values)
     )
-    if runtime.gradient_files is not None:
-        on_every_rank(runtime.gradient_files.raise_error, runtime.topology)
+    files = runtime.state_files.gradients
+    files.reading(files.raise_error)
     runtime.reducer.consumer.edited(values)
 
 
@@ -220,8 +220,7 @@ def _state(location: ParameterLocation, param: nn.Parameter, key: str) -> tuple[
     """This rank's part of a state, or its value if it is one number for the parameter; and whether it exists."""
     location.runtime.finish_update()
     states = location.runtime.states
-    value = None if states is None else states.get(param, key)
-    is_part = states is not None and states.is_elementwise(param, key)
+    value, is_part = states.get(param, key), states.is_elementwise(param, key)
     number = None if value is None or is_part else float(value)
     kinds = control.gather_float64(
         torch.tensor([2.0 if is_part else 0.0 if number is None else 1.0, number or 0.0]), location.runtime.topology
@@ -274,7 +273,6 @@ def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) ->
 
 def _values(location: ParameterLocation, param: nn.Parameter, key: str) -> Tensor:
     """This rank's part of a state that is in memory."""
-    assert location.runtime.states is not None, "a state without an optimizer"
     return location.runtime.states.values(param, key, location.last - location.first)
 
 
@@ -287,7 +285,7 @@ def _set_state(param: nn.Parameter, key: str, own_value: Callable[[ParameterLoca
     if number is None:
         part = own_value(location)
         with location.runtime.in_memory([location.bucket], is_changed=True):
-            if own is not None and states is not None:
+            if own is not None:
                 states.set(param, key, part)
         return
     held = None if states is None else states.get(param, key)

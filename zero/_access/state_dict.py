@@ -20,7 +20,8 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from types import FrameType
@@ -74,6 +75,7 @@ class StateDicts:
         self._runtime = runtime
         self._saving: StateDictCall | None = None
         self._loading: Loading | None = None
+        self._saves_masters, self._left_out = False, frozenset[nn.Parameter]()
         self._replace_ids: dict[nn.Module, int] = {}
         self._end_save_ids: dict[nn.Module, int] = {}
         self._end_load_ids: dict[nn.Module, int] = {}
@@ -121,6 +123,14 @@ class StateDicts:
             return param
         return None
 
+    @contextmanager
+    def saving(self, left_out: Iterable[nn.Parameter]) -> Iterator[None]:
+        self._saves_masters, self._left_out = self._owner.has_pending_update, frozenset(left_out)
+        try:
+            yield
+        finally:
+            self._saves_masters, self._left_out = False, frozenset()
+
     @property
     def _owner(self) -> Runtime:
         assert self._runtime is not None, "hooks of no model"
@@ -144,10 +154,10 @@ class StateDicts:
         if len(self._running(nn.Module.state_dict)) > 1:
             return  # called by the state_dict of a parent module, which has gathered the values
         runtime, self._saving = self._owner, None
-        is_exact = not (runtime.is_inexact or runtime.saves_masters)
+        is_exact = not (runtime.is_inexact or self._saves_masters)
         if runtime.stage.shards_parameters and runtime.topology.world_size > 1:
             _check_helpers()
-        left_out = runtime.left_out
+        left_out = self._left_out
         if runtime.stage.shards_parameters or not (is_exact or keep_vars):
             with calling_over(runtime.topology, "model.state_dict()"):
                 self._saving = StateDictCall(module, self._values_of(set(module.parameters()) - left_out), left_out)

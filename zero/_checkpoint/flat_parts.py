@@ -25,7 +25,6 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Iterator
-from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -35,8 +34,6 @@ from zcomm import control
 from zero._checkpoint.dcp import FlatPart
 from zero._checkpoint.json_tree import Tree
 from zero._optim.masters import MasterPiece, is_elementwise
-from zero._optim.state_files import StateFiles
-from zero._runtime.mode_state import replica_shards, residuals_of
 from zero._runtime.optimizer_parts import OptimizerParts
 from zero._runtime.runtime import Runtime
 from zero._sharding.bucket import Bucket
@@ -58,11 +55,15 @@ class LocalPart(NamedTuple):
     start: int
     """Their offset in the bucket's master."""
 
-    def part(self, key: str, values: Tensor, files: StateFiles | None = None, moment: str = "") -> FlatPart:
-        """The same elements of another tensor of the parameter's shape; ``files`` store it, or ``values`` hold it."""
-        read = None
-        if files is not None and self.bucket in files.groups_of:
-            read = partial(files.read, self.bucket, moment, self.start)
+    def part(self, key: str, values: Tensor, state: str | None = None) -> FlatPart:
+        """The same elements of another tensor of the parameter's shape.
+
+        Args:
+            key: Its name.
+            values: It, in memory, or in files if it is a state.
+            state: The name of a moment, or ``""`` for the master; None: it is neither.
+        """
+        read = None if state is None else self.bucket.states.reader(state, self.start)
         return FlatPart(key, self.numel, self.first, values[: self.values.numel()], read)
 
 
@@ -75,7 +76,7 @@ def local_weights(runtime: Runtime, access: Literal["sizes", "values", "changes"
     row = runtime.topology.shard_index("local")
     for bucket in runtime.buckets:
         base = row * bucket.layout.shard_numel if runtime.stage.shards_states else 0
-        stays = access == "sizes" or runtime.is_in_files(bucket)
+        stays = access == "sizes" or bucket.states.is_in_files
         with runtime.in_memory([] if stays else [bucket], is_changed=access == "changes"):
             for piece, master in bucket.master_pieces(runtime.stage, row):
                 slot = bucket.layout.slots[piece.slot]
@@ -116,7 +117,7 @@ def state_parts(internals: OptimizerParts) -> list[FlatPart]:
                 continue
             is_moment = isinstance(value, Tensor) and value.dim() == 1 and is_storable(value)
             if is_moment and is_elementwise(piece, value):
-                parts.append(local.part(f"state/{name}/{local.name}", value, internals.runtime.state_files, name))
+                parts.append(local.part(f"state/{name}/{local.name}", value, name))
                 continue
             kind = _scalar_kind(internals, local.name, name, value)
             stored = value.detach() if isinstance(value, Tensor) else torch.tensor(value, dtype=_wide(value))
@@ -184,19 +185,19 @@ def buffer_parts(runtime: Runtime, digests: list[float]) -> list[FlatPart]:
 
 def residual_layout(runtime: Runtime) -> int | None:
     """A checksum of the layout of residuals, the same on every rank; None if there are none."""
-    residuals = residuals_of(runtime)
+    residuals = runtime.mode_state.residuals
     return zlib.crc32(repr([residual.layout for residual in residuals]).encode()) if residuals else None
 
 
 def node_parts(internals: OptimizerParts) -> list[FlatPart]:
     """The replicas and residuals of this rank."""
     runtime, parts = internals.runtime, []
-    of_bucket = replica_shards(runtime)
+    of_bucket = runtime.mode_state.replica_shards()
     for local, _ in local_pieces(internals):
         if local.bucket in of_bucket:
             values = of_bucket[local.bucket][local.start : local.start + local.values.numel()]
             parts.append(local.part(f"replica/{local.name}", values))
-    residuals = residuals_of(runtime)
+    residuals = runtime.mode_state.residuals
     if residuals:
         prefix = f"rank/{runtime.topology.rank}/residual"
         tree = Tree(f"{prefix}/tree")

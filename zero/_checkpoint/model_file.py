@@ -115,7 +115,7 @@ def _values(runtime: Runtime, chosen: set[str]) -> Iterator[tuple[str, Tensor]]:
 
 def _write_pickle(runtime: Runtime, path: Path, chosen: set[str]) -> None:
     slots = [pair for b in runtime.buckets for pair in zip(b.params, b.layout.slots, strict=True)]
-    with runtime.saving_weights(param for param, slot in slots if slot.name not in chosen):
+    with runtime.state_dicts.saving(param for param, slot in slots if slot.name not in chosen):
         kept = dict(runtime.model.state_dict())
     if runtime.topology.rank != 0:
         return

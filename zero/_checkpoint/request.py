@@ -177,7 +177,7 @@ def _request_weights(request: Request, internals: OptimizerParts) -> None:
     index = request.index
     for local in local_weights(internals.runtime, "sizes"):
         key = f"weight/{local.name}"
-        if internals.runtime.is_in_files(local.bucket):
+        if local.bucket.states.is_in_files:
             continue  # masters in files: zero._checkpoint.streamed_load reads them, a sub-group at a time
         if key in index.tensors and local.name in index.content["parameters"]:
             request.add(key, local.values.numel(), local.first, local.values.dtype)
@@ -203,15 +203,15 @@ def _request_others(request: Request, internals: OptimizerParts, wanted: LoadSel
 
 
 def _request_states(request: Request, internals: OptimizerParts) -> None:
-    tensors, files = request.index.tensors, internals.runtime.state_files
-    keys_of, in_files = keys_by_parameter(tensors), () if files is None else tuple(files.moments)
+    tensors = request.index.tensors
+    keys_of = keys_by_parameter(tensors)
     for local, _ in local_pieces(internals):
         published = f"published/{local.name}"
         if published in tensors and internals.runtime.delayed.is_used:
             request.add(published, local.values.numel(), local.first, tensors[published].dtype)
         for key in keys_of.get(local.name, []):
             if key.startswith("state/"):
-                if internals.runtime.is_in_files(local.bucket) and key.split("/")[1] in in_files:
+                if key.split("/")[1] in local.bucket.states.moments:
                     continue
                 request.add(key, local.values.numel(), local.first, tensors[key].dtype)
             else:

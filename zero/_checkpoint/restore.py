@@ -26,7 +26,6 @@ from zero._checkpoint.snapshot import group_options, restore_random_state
 from zero._checkpoint.streamed_load import StreamedStates
 from zero._ranks.rank_errors import on_every_rank, raise_first
 from zero._runtime.initial_values import distinct
-from zero._runtime.mode_state import load_all_residuals, replica_shards, reset_residuals, residuals_of
 from zero._runtime.optimizer_parts import OptimizerParts
 from zero._runtime.runtime import Runtime
 from zero._sharding.bucket import Bucket
@@ -49,7 +48,7 @@ def make_complete_request(internals: OptimizerParts, index: Index, wanted: LoadS
 def _request_node_parts(request: Request, internals: OptimizerParts) -> None:
     """Request replicas and residuals, if they were saved and this optimizer has them."""
     runtime, tensors = internals.runtime, request.index.tensors
-    of_bucket = replica_shards(runtime)
+    of_bucket = runtime.mode_state.replica_shards()
     for local, _ in local_pieces(internals):
         key = f"replica/{local.name}"
         if local.bucket in of_bucket and key in tensors:
@@ -72,19 +71,19 @@ def _ranks(request: Request, runtime: Runtime) -> list[int]:
 def restore_node_parts(internals: OptimizerParts, request: Request) -> None:
     """Restore replicas and residuals; residuals that were not saved become zero. Collective."""
     runtime = internals.runtime
-    reset_residuals(runtime)
+    runtime.mode_state.reset_residuals()
     if any(key.startswith("replica/") for key in request.index.tensors):
-        runtime.set_replicas(_shards(internals, request))
+        runtime.mode_state.set_replicas(_shards(internals, request))
     ranks = _ranks(request, runtime)
     if ranks == [runtime.topology.rank]:
-        for residual, state in zip(residuals_of(runtime), _states(request, ranks), strict=True):
+        for residual, state in zip(runtime.mode_state.residuals, _states(request, ranks), strict=True):
             residual.load_state_dict(state)
     elif ranks:
-        load_all_residuals(runtime, _states(request, ranks))
+        runtime.mode_state.load_all_residuals(_states(request, ranks))
 
 
 def _shards(internals: OptimizerParts, request: Request) -> dict[Bucket, Tensor]:
-    shards = {bucket: bucket.shard.clone() for bucket in replica_shards(internals.runtime)}
+    shards = {bucket: bucket.shard.clone() for bucket in internals.runtime.mode_state.replica_shards()}
     for local, _ in local_pieces(internals):
         key = f"replica/{local.name}"
         if request.has(key):

@@ -98,7 +98,7 @@ def take_snapshot(
     parts = []
     for local in local_weights(internals.runtime, "values"):
         if local.bucket.is_trainable or not exclude_frozen_parameters:
-            parts.append(local.part(f"weight/{local.name}", local.values, internals.runtime.state_files))
+            parts.append(local.part(f"weight/{local.name}", local.values, ""))
     parts += stale_parameter_parts(internals)
 
     def take_others() -> tuple[dict[str, Any], list[float]]:

@@ -16,7 +16,8 @@ from zero._checkpoint.dcp import read_chunk
 from zero._checkpoint.flat_parts import LocalPart, local_pieces
 from zero._checkpoint.index import Index, StoredChunk
 from zero._optim.masters import MasterPiece
-from zero._optim.state_files import LoadedSubGroup, StateFiles, SubGroup
+from zero._optim.state_files import LoadedSubGroup
+from zero._optim.sub_groups import SubGroup
 from zero._ranks.rank_errors import on_every_rank
 from zero._runtime.optimizer_parts import OptimizerParts
 from zero._storage.poison import placeholder
@@ -47,14 +48,14 @@ class StreamedStates:
             OSError: The files cannot be written. On every rank.
         """
         files, runtime = self._files, self._internals.runtime
-        if files is None:
+        if not files.groups_of:
             return
         # A delayed update in flight writes to the same extents: its late write would replace what is loaded here. Its
         # error does not matter, as its result is discarded.
         with suppress(Exception):
             runtime.delayed.finish()
         try:
-            on_every_rank(lambda: self._write_all(files), runtime.topology)
+            on_every_rank(self._write_all, runtime.topology)
         except Exception as error:
             if files.num_generations == 1:  # the old values are overwritten, partly
                 self._internals.fail(error)
@@ -62,8 +63,8 @@ class StreamedStates:
         finally:
             self._chunks.clear()
 
-    def _write_all(self, files: StateFiles) -> None:
-        pieces = list(local_pieces(self._internals))
+    def _write_all(self) -> None:
+        files, pieces = self._files, list(local_pieces(self._internals))
         for group in files.groups:
             own = [(local, piece) for local, piece in pieces if piece.bucket is group.bucket]
             is_complete = self._has_moments and all(f"weight/{local.name}" in self._index.tensors for local, _ in own)
@@ -71,18 +72,16 @@ class StreamedStates:
             try:
                 unit.wait()
                 if is_complete:
-                    for buffer in (unit.master, *(unit.moments.values() if files.moments else ())):
+                    for buffer in (unit.master, *unit.moments.values()):
                         buffer.zero_()
                 for local, piece in own:
-                    self._fill(files, group, unit, local, piece)
+                    self._fill(group, unit, local, piece)
                 unit.start_write()
             finally:
                 unit.wait()  # the write uses the unit's buffers until it is complete
                 unit.free()
 
-    def _fill(
-        self, files: StateFiles, group: SubGroup, unit: LoadedSubGroup, local: LocalPart, piece: MasterPiece
-    ) -> None:
+    def _fill(self, group: SubGroup, unit: LoadedSubGroup, local: LocalPart, piece: MasterPiece) -> None:
         """Read the elements of ``piece`` that are in ``group``."""
         start, stop = max(piece.start, group.start), min(piece.start + piece.master.numel(), group.stop)
         if start >= stop:
@@ -91,7 +90,7 @@ class StreamedStates:
         master = self._read("weight", f"weight/{local.name}", first, stop - start)
         if master is not None:
             unit.master[start - base : stop - base].copy_(master)
-        for name in files.moments if self._has_moments else ():
+        for name in self._files.moments if self._has_moments else ():
             values = self._read(name, f"state/{name}/{local.name}", first, stop - start)
             if values is not None:
                 unit.moments[name][start - base : stop - base].copy_(values)
@@ -119,16 +118,12 @@ class StreamedStates:
 
     def commit(self) -> None:
         """Make what was written the current state, on this rank."""
-        if self._files is not None:
-            self._files.commit(self._files.groups)
+        self._files.commit(self._files.groups)
 
     def stand_ins(self) -> None:
         """Put placeholders for the moments in files into the inner optimizer's state."""
-        files = self._files
-        if files is None or not self._has_moments:
-            return
-        for local, piece in local_pieces(self._internals):
-            if self._internals.runtime.is_in_files(piece.bucket):
-                for name, dtype in files.moments.items():
+        for local, piece in local_pieces(self._internals) if self._has_moments else ():
+            if piece.bucket.states.is_in_files:
+                for name, dtype in self._files.moments.items():
                     if f"state/{name}/{local.name}" in self._index.tensors:
                         self._internals.inner.state[piece.master][name] = placeholder(piece.master.numel(), dtype)

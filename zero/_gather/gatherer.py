@@ -50,6 +50,7 @@ from zero._sharding.phases import Phases, in_phase
 from zero._sharding.prefetch_plan import END_OF_BACKWARD, Limits, Prefetch, Schedule
 from zero._sharding.released import mark_stale
 from zero._storage.parameter_storage import ParameterStorage
+from zero._storage.runtime_part import RuntimePart
 from zero._storage.shard_storage import ShardStorage
 
 
@@ -165,7 +166,7 @@ class IterationKind(Enum):
     INFERENCE = "inference"  # one forward without gradients
 
 
-class Gatherer:
+class Gatherer(RuntimePart):
     """Gathers and releases the buckets of stage 3. Below stage 3 every call is a no-op: buckets are always full."""
 
     def __init__(
@@ -467,10 +468,12 @@ class Gatherer:
             self._sources[bucket.index].values_changed()
         self._read_ahead(IterationKind.TRAINING)
 
-    @property
-    def secondary_nbytes(self) -> int:
-        """Bytes of the secondary partitions."""
-        return sum(source.nbytes for source in self._sources)
+    def held(self) -> dict[str, int]:
+        return {"secondary partition": sum(source.nbytes for source in self._sources)}
+
+    def step_ended(self) -> None:
+        self.release_all()
+        self.end_iteration(IterationKind.TRAINING)
 
 
 def _bucket_of(param: nn.Parameter) -> Bucket:

@@ -37,6 +37,7 @@ from zero._gradients.reducer import Reducer
 from zero._sharding.bucket import Bucket, Hold
 from zero._sharding.stages import Stage
 from zero._sharding.units import Unit, external_parameters, is_compiled, own_parameters
+from zero._storage.runtime_part import RuntimePart
 
 HOOKING = frozenset({__name__, "torch._dynamo.eval_frame"})
 """Modules whose frames are hooks or call them."""
@@ -110,7 +111,7 @@ def _only_looks_up(module: nn.Module) -> bool:
     return type(module) is nn.Embedding
 
 
-class Hooks:
+class Hooks(RuntimePart):
     """The hooks on one model.
 
     Args:
@@ -194,7 +195,7 @@ class Hooks:
         """Have :meth:`remove` remove these handles, too."""
         self._handles += handles
 
-    def remove(self) -> None:
+    def close(self) -> None:
         """Remove all hooks from the model."""
         for handle in self._handles:
             handle.remove()

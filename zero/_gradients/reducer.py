@@ -34,13 +34,12 @@ from zero._gradients.bucket_gradients import BucketGrads, InFlight
 from zero._gradients.bucket_reduce_scatter import GradientReduceScatter
 from zero._gradients.grad_attribute import GradAttributes, check_dense
 from zero._gradients.step_consistency import OTHER_GATHERS, StepFacts
-from zero._optim.gradient_files import GradientFiles
 from zero._sharding.bucket import Bucket, master_dtype
 from zero._sharding.buffer_pool import BufferPool
 from zero._sharding.phases import Phases, in_phase
 from zero._sharding.released import ReducedGradient
-from zero._storage.gradient_store import DeviceGradient, GradientStore, rounded
-from zero._storage.host_gradient import HostGradient
+from zero._storage.gradient_store import GradientStore, rounded
+from zero._storage.runtime_part import RuntimePart
 
 logger = logging.getLogger("zero")
 
@@ -110,7 +109,7 @@ class NoConsumer:
     def check_settable(self, name: str) -> None: ...
 
 
-class Reducer:
+class Reducer(RuntimePart):
     """Collects and reduces the gradients of all trainable buckets."""
 
     def __init__(
@@ -120,7 +119,6 @@ class Reducer:
         agreeing: Topology,
         pool: BufferPool,
         gathers: Callable[[], int],
-        files: GradientFiles | None = None,
         phases: Phases | None = None,
     ) -> None:
         self.phases = phases or Phases()
@@ -128,8 +126,8 @@ class Reducer:
         # one group, torch would match the agreement of one rank with a reduction of another.
         self.reduction, self._topology, self._agreeing = reduction, reduction.topology, agreeing
         self._settings, self._effective, self._pool = reduction.settings, reduction.effective, pool
-        self._gathers, self._files = gathers, files
-        """``gathers`` returns the checksum of the gathers so far."""
+        self._gathers = gathers
+        """Returns the checksum of the gathers so far."""
         self._stage = self._effective.stage
         self.all = [self._new(bucket) for bucket in buckets if bucket.is_trainable]
         self.by_bucket = {grads.bucket.index: grads for grads in self.all}
@@ -156,7 +154,8 @@ class Reducer:
             full = torch.zeros(bucket.layout.numel, dtype=dtype, device=bucket.device)
             start = self._topology.shard_index("local") * shard_numel
             rows = full[start : start + shard_numel]
-        grads = BucketGrads(bucket, dtype, self._new_store(bucket, dtype, rows), full=full, rows=rows)
+        store = bucket.states.new_gradient(shard_numel, self._mean_dtype(bucket, dtype), dtype, rows)
+        grads = BucketGrads(bucket, dtype, store, full=full, rows=rows)
         grads.written, grads.used, grads.reduced = ([False] * len(bucket.params) for _ in range(3))
         grads.shown = [None] * len(bucket.params)
         for slot, param in zip(bucket.layout.slots, bucket.params, strict=True):
@@ -165,14 +164,6 @@ class Reducer:
             grads.stand_ins.append(ReducedGradient.of(slot.name, param.shape, dtype, param.device))
         self.reduction.prepare(grads)
         return grads
-
-    def _new_store(self, bucket: Bucket, dtype: torch.dtype, rows: Tensor | None) -> GradientStore:
-        numel = bucket.layout.shard_numel
-        if self._files is not None and bucket in self._files.groups_of:
-            return self._files.new(bucket, self._mean_dtype(bucket, dtype), dtype)
-        if bucket.host is not None:
-            return HostGradient(numel, self._mean_dtype(bucket, dtype), dtype, bucket.host)
-        return DeviceGradient(torch.zeros(numel, dtype=dtype, device=bucket.device) if rows is None else rows)
 
     def _mean_dtype(self, bucket: Bucket, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which means are copied to the host: that of the exchange, if it sends a plain dtype."""
@@ -421,6 +412,13 @@ class Reducer:
         """Drop all gradients: the next backward is the first of a new step."""
         self.zero()
         self.accumulation.restart()
+
+    def step_ended(self) -> None:
+        self.accumulation.restart()
+        self.facts.end_step(self.shown.edits())
+
+    def held(self) -> dict[str, int]:
+        return {"sums of the node": self.reduction.sums_nbytes}
 
     def commit(self) -> None:
         """The step is applied: residuals of its exchanges count from the next step on."""

@@ -40,6 +40,7 @@ from zero._optim.step_pieces import step_pieces
 from zero._ranks.rank_errors import on_every_rank
 from zero._sharding.bucket import Bucket
 from zero._storage.gradient_store import GradientStore
+from zero._storage.runtime_part import RuntimePart
 
 
 class DelayedStep:
@@ -50,7 +51,7 @@ class DelayedStep:
         pieces: The pieces to step: all in memory, or all in ``files``. Their masters have their gradients.
         factor: Multiplies the gradients, if the optimizer is one of zero's own.
         gradients: Cleared once the update has run.
-        files: Where masters and moments are stored; None: in memory.
+        files: Where masters and moments are stored, if they are in files.
         fail: Called with an error that leaves some masters updated and others not.
     """
 
@@ -60,7 +61,7 @@ class DelayedStep:
         pieces: Sequence[MasterPiece],
         factor: float,
         gradients: Sequence[GradientStore],
-        files: StateFiles | None,
+        files: StateFiles,
         fail: Callable[[Exception], None],
     ) -> None:
         self._inner, self._factor, self._gradients, self._fail = inner, factor, gradients, fail
@@ -74,7 +75,7 @@ class DelayedStep:
             copied.master.grad = piece.master.grad
         self._settings = [_settings(group) for group in inner.param_groups]
         self._copy = self._copied()
-        self._files = None if files is None else FileUpdate(files, None, self._copy, self._pieces)
+        self._files = FileUpdate(files, self._copy, self._pieces)
 
     def _copied(self) -> Optimizer:
         inner, each = self._inner, zip(self._settings, self._leaves, strict=True)
@@ -90,7 +91,7 @@ class DelayedStep:
         """Update masters and moments, and write the new parameters to ``bucket.staged``; in the thread."""
         for group, settings in zip(self._copy.param_groups, self._settings, strict=True):
             group.update(settings)  # an earlier attempt that failed may have changed them
-        if self._files is not None:
+        if self._files.is_used:
             self._files.run(self._factor, all_buckets=True)
             return
         step_pieces(self._copy, self._pieces, self._factor)
@@ -100,8 +101,7 @@ class DelayedStep:
 
     def commit(self) -> None:
         """After it has run on every rank: give the original the states, and settings that the step changed."""
-        if self._files is not None:
-            self._files.commit()
+        self._files.commit()
         for pairs in self._leaves:
             for param, leaf in pairs:
                 if leaf in self._copy.state:
@@ -113,10 +113,9 @@ class DelayedStep:
 
     def undo(self, error: Exception) -> bool:
         """After a failure on some rank. True if the files have the previous values, so that it can run again."""
-        if self._files is not None:
-            self._files.discard()
-            if self._files.keeps_previous:
-                return True
+        self._files.discard()
+        if self._files.is_used and self._files.keeps_previous:
+            return True
         self._fail(error)
         return False
 
@@ -139,7 +138,7 @@ def _differ(a: Any, b: Any) -> bool:
     return bool(a != b)
 
 
-class DelayedUpdate:
+class DelayedUpdate(RuntimePart):
     """Runs at most one update at a time, in a thread.
 
     Args:
@@ -150,17 +149,18 @@ class DelayedUpdate:
     Cost: two shards of host memory in the parameters' dtype, and another gradient.
     """
 
+    state_key = "delayed"
+
     def __init__(self, buckets: Sequence[Bucket], topology: Topology) -> None:
         self.buckets, self._topology = list(buckets), topology
         self.num_updates = 0
         """Updates so far, delayed or not."""
         self._memory: dict[Bucket, list[Tensor]] = {}
         for bucket in self.buckets:
-            assert bucket.host is not None, "a delayed update of a bucket on the device"
             numel = bucket.layout.shard_numel
             # Two buffers: update k writes to one while the parameters of update k - 1, in the other, are written back
             # (U1; tests/zero/test_delayed_update.py). Zeros: a shard that is all padding is never written, but sent.
-            self._memory[bucket] = [bucket.host.empty(numel, bucket.dtype).zero_() for _ in range(2)]
+            self._memory[bucket] = [bucket.states.empty(numel, bucket.dtype).zero_() for _ in range(2)]
         self._finished: dict[Bucket, Tensor] = {}
         """Parameters that are not written back yet."""
         self._job: DelayedStep | None = None
@@ -179,10 +179,9 @@ class DelayedUpdate:
         """Whether parameters are one update behind their masters, or will be when it has run."""
         return self._job is not None or bool(self._finished)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of staged parameters."""
-        return sum(t.numel() * t.element_size() for tensors in self._memory.values() for t in tensors)
+    def held(self) -> dict[str, int]:
+        staged = (t for tensors in self._memory.values() for t in tensors)
+        return {"parameters of a delayed update": sum(t.numel() * t.element_size() for t in staged)}
 
     def start(self, job: DelayedStep) -> None:
         """Run ``job`` in the thread; the parameters of the one before may still be written back."""
@@ -249,6 +248,21 @@ class DelayedUpdate:
 
     def _read(self) -> dict[Bucket, Tensor]:
         return {bucket: bucket.storage.read().to("cpu", copy=True) for bucket in self._finished}
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """The number of updates, and the shards of parameters that lack the last one."""
+        if not self.is_used:
+            return None
+        stale = {bucket.index: shard for bucket, shard in self.stale_shards().items()}
+        return {"num_updates": self.num_updates, "published": stale}
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> list[Bucket]:
+        """Give parameters that lacked the last update their saved values, not the masters'."""
+        if state is None or not self.is_used:
+            return []
+        self.num_updates = state["num_updates"]
+        stale = {bucket: state["published"][bucket.index] for bucket in self.buckets if state["published"]}
+        return self.restore(stale) if stale else []
 
     def restore(self, stale: Mapping[Bucket, Tensor]) -> list[Bucket]:
         """Set the shards to what :meth:`stale_shards` gave; the masters' rounding waits to be written. Collective.

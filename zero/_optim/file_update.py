@@ -9,20 +9,18 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zcomm import ConfigError, StateError
+from zcomm import StateError
 from zero._optim.cpu_optimizer_base import CPUOptimizer
-from zero._optim.gradient_files import GradientFiles, GradientInMemory
+from zero._optim.gradient_files import GradientInMemory
 from zero._optim.masters import MasterPiece
-from zero._optim.optimizer_clone import copy_of
-from zero._optim.state_files import LoadedSubGroup, StateFiles, SubGroup
+from zero._optim.state_files import LoadedSubGroup, StateFiles
 from zero._optim.step_pieces import numbers_of_groups, restrict_groups
+from zero._optim.sub_groups import SubGroup
 from zero._sharding.bucket import Bucket
 from zero._storage.poison import placeholder
 from zero._storage.swap_pipeline import Pipeline
@@ -63,12 +61,10 @@ class _LoadedStates:
 
 
 class FileUpdate:
-    """Updates the pieces whose buckets are in ``files``. ``gradients=None``: gradients are in memory."""
+    """Updates those of ``pieces`` whose buckets are in ``files``; none if it has no buckets."""
 
-    def __init__(
-        self, files: StateFiles, gradients: GradientFiles | None, inner: Optimizer, pieces: Sequence[MasterPiece]
-    ) -> None:
-        self._files, self._gradients, self._inner = files, gradients, inner
+    def __init__(self, files: StateFiles, inner: Optimizer, pieces: Sequence[MasterPiece]) -> None:
+        self._files, self._inner = files, inner
         self._pieces: dict[Bucket, list[MasterPiece]] = {bucket: [] for bucket in files.groups_of}
         for piece in pieces:
             if piece.bucket in self._pieces:
@@ -89,8 +85,7 @@ class FileUpdate:
         leaves = [param for group in self._inner.param_groups for param in group["params"]]
         self._number_of = {id(leaf): number for number, leaf in enumerate(leaves)}
         settings = self._files.settings
-        if self._gradients is not None:
-            self._gradients.raise_error()
+        self._files.gradients.raise_error()
         pipeline: Pipeline[SubGroup, _LoadedStates] = Pipeline(
             self._load,
             num_buffers=settings.num_buffers,
@@ -123,6 +118,11 @@ class FileUpdate:
         self._done, self._states = [], {}
 
     @property
+    def is_used(self) -> bool:
+        """Whether there is anything in files."""
+        return bool(self._pieces)
+
+    @property
     def keeps_previous(self) -> bool:
         """Whether the files keep the previous values until a run is committed."""
         return self._files.num_generations == 2
@@ -130,32 +130,6 @@ class FileUpdate:
     def discard(self) -> None:
         """Undo the last run; the caller must write back the parameters that it wrote."""
         self._done, self._states = [], {}
-
-    def store_states(self) -> None:
-        """Move the inner optimizer's states from memory to the files, after they were loaded."""
-        for bucket, pieces in self._pieces.items():
-            held = [(piece, self._moments_in(piece)) for piece in pieces]
-            if not any(moments for _, moments in held):
-                continue
-            with self.in_memory(bucket, writes=True):
-                pass
-
-    def _moments_in(self, piece: MasterPiece) -> dict[str, Tensor]:
-        state = self._inner.state.get(piece.master, {})
-        return {name: value for name, value in state.items() if name in self._files.moments}
-
-    @contextmanager
-    def in_memory(self, bucket: Bucket, *, writes: bool = False) -> Iterator[None]:
-        """Hold the master and moments of ``bucket`` in memory; ``writes``: store changes made inside."""
-        views: dict[str, list[tuple[int, int, Tensor]]] = defaultdict(list)
-        views[""] = [(0, bucket.master.numel(), bucket.master)]
-        for piece in self._pieces[bucket]:
-            stop = piece.start + piece.master.numel()
-            views[""].append((piece.start, stop, piece.master))
-            for name, moment in self._moments_in(piece).items():
-                views[name].append((piece.start, stop, moment))
-        with self._files.in_memory(bucket, views, writes=writes):
-            yield
 
     def _has_gradient(self, group: SubGroup) -> bool:
         return any(piece.master.grad is not None for piece, _, _ in self._ranges(group))
@@ -168,9 +142,7 @@ class FileUpdate:
                 yield piece, start, stop
 
     def _load(self, group: SubGroup) -> _LoadedStates:
-        gradient = None
-        if self._gradients is not None and self._has_gradient(group):
-            gradient = self._gradients.gradient_of[group.bucket]
+        gradient = self._files.gradients.gradient_of.get(group.bucket) if self._has_gradient(group) else None
         states = self._files.load(group)
         try:
             return _LoadedStates(states, None if gradient is None else gradient.load(group))
@@ -184,7 +156,7 @@ class FileUpdate:
         shard = bucket.start_update(group.start, group.stop)
         for start, stop in bucket.gaps:
             shard[max(start - base, 0) : max(stop - base, 0)].zero_()
-        master, moments, parts = unit.states.master, unit.states.moments if self._files.moments else {}, []
+        master, moments, parts = unit.states.master, unit.states.moments, []
         for piece, start, stop in self._ranges(group):
             run, first, grad = slice(start - base, stop - base), start - piece.start, piece.master.grad
             if grad is None:
@@ -262,27 +234,3 @@ def _numbers(group: dict[str, Any]) -> dict[str, Any]:
 
 def _moments(inner: Optimizer) -> tuple[str, ...]:
     return inner.moments if isinstance(inner, CPUOptimizer) else ()
-
-
-def moments_of(inner: Optimizer, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """The dtypes of the elementwise states that ``inner`` keeps of parameters in ``dtype``, found by a trial step.
-
-    Raises:
-        ConfigError: ``inner`` holds states before its first step.
-    """
-    found: dict[str, torch.dtype] = {}
-    if inner.state:
-        raise ConfigError(
-            f"{type(inner).__name__} makes its states before the first step, in memory: use zero's own optimizer of "
-            "that name, or offload_optimizer.device 'cpu'"
-        )
-    for group in inner.param_groups:
-        param = torch.ones(3, dtype=dtype)
-        trial = copy_of(inner, [group], [[param]])
-        for _ in range(2):
-            param.grad = torch.ones_like(param)
-            trial.step()
-        for name, value in trial.state[param].items():
-            if isinstance(value, Tensor) and value.ndim and value.numel() == param.numel():
-                found[name] = value.dtype
-    return found

@@ -15,20 +15,22 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from zcomm import Topology
 from zero._optim.loss_scale import is_nonfinite
-from zero._optim.state_files import PAGE, SubGroup
-from zero._sharding.bucket import Bucket
+from zero._optim.sub_groups import SubGroup, pages
+from zero._ranks.rank_errors import on_every_rank
+from zero._sharding.bucket import Bucket, master_dtype
 from zero._storage.file_store import FileStore, Transfer
 from zero._storage.host_memory import HostMemory, PendingCopy
 from zero._storage.swap_pipeline import Pipeline
 from zero._storage.tier_settings import StateTier, Tiers
 
+Result = TypeVar("Result")
 KIND = "gradients"
 MAX_ARRIVING = 2
 """Copies from a GPU in flight before the host waits for one."""
@@ -63,7 +65,7 @@ class GradientInMemory:
     @property
     def _pages(self) -> Tensor:
         nbytes = self._group.numel * self._dtype.itemsize
-        return self._buffer[: -(-nbytes // PAGE) * PAGE]
+        return self._buffer[: pages(nbytes)]
 
     def start_read(self) -> None:
         files = self._files
@@ -95,8 +97,8 @@ class GradientFiles:
     """The gradients of the buckets whose states are in files; constructed by all ranks together.
 
     Args:
-        groups_of: The sub-groups of each bucket.
-        dtype_of: The dtype of a bucket's sums.
+        groups_of: The sub-groups of each bucket; without any, there is no file and nothing to do.
+        dtype: The dtype of sums; None: as the masters.
         tiers: Folder, number of buffers, and how files are read and written.
         topology: The ranks.
 
@@ -107,20 +109,24 @@ class GradientFiles:
     def __init__(
         self,
         groups_of: Mapping[Bucket, Sequence[SubGroup]],
-        dtype_of: Callable[[Bucket], torch.dtype],
+        dtype: torch.dtype | None,
         tiers: Tiers,
         topology: Topology,
     ) -> None:
-        assert tiers.states.path is not None, "gradients in files without a folder"
         self.settings: StateTier = tiers.states
-        self.groups_of = groups_of
+        self.groups_of, self._topology = groups_of, topology
         self.gradient_of: dict[Bucket, FileGradient] = {}
         self.offset_of: dict[SubGroup, int] = {}
+        self._arriving: deque[_GradientInFlight] = deque()
+        self._writing: deque[_GradientInFlight] = deque()
         at = 0
         for bucket, groups in groups_of.items():
             for group in groups:
                 self.offset_of[group] = at
-                at += -(-group.numel * dtype_of(bucket).itemsize // PAGE) * PAGE
+                at += pages(group.numel * (dtype or master_dtype(bucket.dtype)).itemsize)
+        if not groups_of:
+            return
+        assert tiers.states.path is not None, "gradients in files without a folder"
         self.store = FileStore(
             tiers.states.path, files=tiers.files, name=KIND, topology=topology, pins_memory=tiers.pins_memory
         )
@@ -129,12 +135,10 @@ class GradientFiles:
         except BaseException:
             self.store.close()
             raise
-        self._arriving: deque[_GradientInFlight] = deque()
-        self._writing: deque[_GradientInFlight] = deque()
 
-    def new(self, bucket: Bucket, sent: torch.dtype, wide: torch.dtype) -> FileGradient:
-        """The gradient of ``bucket``: its means have dtype ``sent`` and are summed in ``wide``."""
-        gradient = self.gradient_of[bucket] = FileGradient(self, bucket, sent, wide)
+    def new(self, bucket: Bucket, host: HostMemory, sent: torch.dtype, wide: torch.dtype) -> FileGradient:
+        """The gradient of ``bucket``: means go through ``host`` in dtype ``sent``, and are summed in ``wide``."""
+        gradient = self.gradient_of[bucket] = FileGradient(self, bucket, host, sent, wide)
         return gradient
 
     def allocate(self, group: SubGroup, dtype: torch.dtype) -> GradientInMemory:
@@ -179,6 +183,13 @@ class GradientFiles:
         for gradient in self.gradient_of.values():
             gradient.raise_error()
 
+    def reading(self, call: Callable[[], Result]) -> Result:
+        """Call what may read gradients, and return its result; an error of any rank is raised on every rank.
+
+        Collective if there are gradients in files.
+        """
+        return on_every_rank(call, self._topology) if self.groups_of else call()
+
     def is_nonfinite(self) -> bool:
         """Whether any stored gradient has a NaN or an infinity."""
         self.drain()
@@ -186,12 +197,14 @@ class GradientFiles:
 
     @property
     def nbytes(self) -> int:
-        return self.file.nbytes
+        """Bytes of the file."""
+        return self.file.nbytes if self.groups_of else 0
 
     def close(self) -> None:
         """Remove the file."""
         self.drain()
-        self.store.close()
+        if self.groups_of:
+            self.store.close()
 
 
 class FileGradient:
@@ -201,9 +214,10 @@ class FileGradient:
     tensors: tuple[Tensor, ...] = ()
     """None: the gradient holds no memory."""
 
-    def __init__(self, files: GradientFiles, bucket: Bucket, sent: torch.dtype, wide: torch.dtype) -> None:
-        assert bucket.host is not None, "a gradient in files without host memory to stage it"
-        self._files, self._host, self._groups = files, bucket.host, files.groups_of[bucket]
+    def __init__(
+        self, files: GradientFiles, bucket: Bucket, host: HostMemory, sent: torch.dtype, wide: torch.dtype
+    ) -> None:
+        self._files, self._host, self._groups = files, host, files.groups_of[bucket]
         self._numel, self._sent, self._wide = bucket.layout.shard_numel, sent, wide
         self._num_means = 0
         self._error: Exception | None = None

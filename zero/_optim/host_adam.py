@@ -41,7 +41,7 @@ def build_updater(
     """
     inner = build_inner(optimizer, groups, pieces, plan.optimizer_options)
     trainable = [bucket for bucket in buckets if bucket.is_trainable]
-    is_on_host = all(b.host is not None and b.dtype != torch.float64 for b in trainable)
+    is_on_host = all(b.states.is_on_host and b.dtype != torch.float64 for b in trainable)
     is_wanted = plan.configuration.values.zero_force_ds_cpu_optimizer
     is_replaceable = isinstance(inner, Adam) and not any(_reasons(inner))
     return _replaced(inner) if is_wanted and is_on_host and is_replaceable else inner

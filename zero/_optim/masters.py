@@ -7,7 +7,7 @@ Elementwise optimizers cannot tell the difference; :mod:`zero._optim.elementwise
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +36,7 @@ class MasterPiece:
 class OptimizerStates:
     """The inner optimizer's states, looked up by the user's parameter."""
 
-    def __init__(self, inner: Optimizer, pieces: list[MasterPiece]) -> None:
+    def __init__(self, inner: Optimizer | None = None, pieces: Sequence[MasterPiece] = ()) -> None:
         self._inner = inner
         self._piece_of = {piece.param: piece for piece in pieces}
 
@@ -47,7 +47,9 @@ class OptimizerStates:
     def get(self, param: nn.Parameter, key: str) -> Any:
         """State ``key`` of this rank's part of ``param``; None if there is none yet."""
         piece = self.piece(param)
-        return None if piece is None else self._inner.state.get(piece.master, {}).get(key)
+        if piece is None or self._inner is None:
+            return None
+        return self._inner.state.get(piece.master, {}).get(key)
 
     def is_elementwise(self, param: nn.Parameter, key: str) -> bool:
         """Whether state ``key`` of this rank's part of ``param`` has a value for each element."""

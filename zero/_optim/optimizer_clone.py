@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zcomm import StateError
+from zcomm import ConfigError, StateError
 
 
 def check_is_new(optimizer: Optimizer) -> None:
@@ -109,3 +109,27 @@ def _copied(value: Any, known: dict[int, Any]) -> Any:
         return copy.deepcopy(value, known) if is_changed else value
     except Exception:
         return value
+
+
+def moments_of(inner: Optimizer, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """The dtypes of the elementwise states that ``inner`` keeps of parameters in ``dtype``, found by a trial step.
+
+    Raises:
+        ConfigError: ``inner`` holds states before its first step.
+    """
+    found: dict[str, torch.dtype] = {}
+    if inner.state:
+        raise ConfigError(
+            f"{type(inner).__name__} makes its states before the first step, in memory: use zero's own optimizer of "
+            "that name, or offload_optimizer.device 'cpu'"
+        )
+    for group in inner.param_groups:
+        param = torch.ones(3, dtype=dtype)
+        trial = copy_of(inner, [group], [[param]])
+        for _ in range(2):
+            param.grad = torch.ones_like(param)
+            trial.step()
+        for name, value in trial.state[param].items():
+            if isinstance(value, Tensor) and value.ndim and value.numel() == param.numel():
+                found[name] = value.dtype
+    return found

@@ -15,9 +15,10 @@ reading it gives NaN.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -26,37 +27,21 @@ from torch.optim import Optimizer
 from zcomm import Topology
 from zero._config.settings import ZeroSettings
 from zero._optim.cpu_optimizer_base import CPUOptimizer
+from zero._optim.gradient_files import GradientFiles
 from zero._optim.host_adam import describe_update
+from zero._optim.masters import MasterPiece
+from zero._optim.optimizer_clone import moments_of
+from zero._optim.sub_groups import PAGE, SubGroup, pages, split
+from zero._ranks.rank_errors import on_every_rank
 from zero._sharding.bucket import Bucket, master_dtype
 from zero._sharding.stages import get_stage
-from zero._storage.file_store import FileStore, StoredFile, Transfer
+from zero._storage.file_store import FileStore, Transfer
+from zero._storage.gradient_store import GradientStore
 from zero._storage.host_memory import HostMemory
 from zero._storage.poison import is_placeholder, placeholder
+from zero._storage.runtime_part import RuntimePart
+from zero._storage.state_storage import HostStates
 from zero._storage.tier_settings import StateTier, Tier, Tiers
-
-PAGE = 4096
-LARGEST_NUMEL = 2**22
-"""Larger sub-groups need more memory and overlap no better."""
-
-
-@dataclass(slots=True, eq=False)
-class SubGroup:
-    """Elements ``[start, stop)`` of a bucket's master."""
-
-    bucket: Bucket
-    start: int
-    stop: int
-    masters_at: int
-    """The offset of its extents in the file of masters."""
-    moments_at: int
-    is_second: bool = False
-    """Whether the second of its two extents is valid."""
-    has_moments: bool = False
-    """Whether its moments were ever written."""
-
-    @property
-    def numel(self) -> int:
-        return self.stop - self.start
 
 
 class LoadedSubGroup:
@@ -127,58 +112,81 @@ class LoadedSubGroup:
         self._buffers.clear()
 
 
-class StateFiles:
-    """The masters and moments of ``buckets`` in files; constructed by all ranks together.
+class StateFiles(RuntimePart):
+    """The masters and moments in files, if there are any; constructed by all ranks together.
 
     Args:
-        buckets: The buckets whose states are offloaded to files.
+        trainable: All buckets with states.
+        off_device: Those whose states are offloaded: to files, if that is the tier.
         tiers: Folder, sizes and how files are read and written.
         topology: The ranks.
+        gradient_dtype: The dtype of sums of gradients; None: as the masters.
+
+    With delayed updates gradients stay in host memory: an update reads them while the next step writes new ones.
 
     Raises:
-        OSError: On every rank: the folder cannot be used, or has too little space for the masters.
+        OSError: On every rank: the folder cannot be used, or has too little space for masters and gradients.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], tiers: Tiers, topology: Topology) -> None:
+    def __init__(
+        self,
+        trainable: Sequence[Bucket],
+        off_device: Sequence[Bucket],
+        tiers: Tiers,
+        topology: Topology,
+        gradient_dtype: torch.dtype | None,
+    ) -> None:
         self.settings: StateTier = tiers.states
+        self._total_numel = sum(bucket.layout.numel for bucket in trainable)
+        self._num_offloaded = sum(bucket.layout.numel for bucket in off_device)
+        buckets = off_device if tiers.states.tier is Tier.NVME else ()
+        self.moments: dict[str, torch.dtype] = {}
+        """The optimizer's moments by name, wider ones first."""
+        self.num_generations = 2 if tiers.states.keeps_previous else 1
+        self.groups_of = {bucket: list(split(bucket, tiers.states.sub_group_numel)) for bucket in buckets}
+        self._topology = topology
+        self._pieces: dict[Bucket, list[MasterPiece]] = {bucket: [] for bucket in buckets}
+        at = 0
+        for group in self.groups:
+            group.masters_at = at
+            at += self.num_generations * self.master_nbytes(group)
+        if not buckets:
+            self.gradients = GradientFiles({}, gradient_dtype, tiers, topology)
+            return
         assert tiers.states.path is not None, "states in files without a folder"
         self.store = FileStore(
             tiers.states.path, files=tiers.files, name="states", topology=topology, pins_memory=tiers.pins_memory
         )
-        self.moments: dict[str, torch.dtype] = {}
-        """The optimizer's moments by name, wider ones first."""
-        self.num_generations = 2 if tiers.states.keeps_previous else 1
-        self.groups_of: dict[Bucket, list[SubGroup]] = {}
-        at = 0
-        for bucket in buckets:
-            groups = self.groups_of[bucket] = []
-            numel = bucket.layout.shard_numel
-            step = _even_numel(numel, min(tiers.states.sub_group_numel, LARGEST_NUMEL))
-            for start in range(0, numel, step):
-                group = SubGroup(bucket, start, min(start + step, numel), at, 0)
-                at += self.num_generations * self.master_nbytes(group)
-                groups.append(group)
         try:
-            self.masters_file: StoredFile = self.store.create_all({"masters": at})["masters"]
+            self.masters_file = self.moments_file = self.store.create_all({"masters": at})["masters"]
+            stored = {} if tiers.states.delays_update else self.groups_of
+            self.gradients = GradientFiles(stored, gradient_dtype, tiers, topology)
         except BaseException:
             self.store.close()
             raise
-        self.moments_file = self.masters_file
 
-    def reserve_moments(self, moments: Mapping[str, torch.dtype]) -> None:
-        """Create the file of the optimizer's moments. Collective.
+    def open_moments(self, inner: Optimizer, pieces: Sequence[MasterPiece]) -> None:
+        """Create the file of the moments of ``inner``, which updates ``pieces``. Collective if any are in files.
 
         Raises:
             OSError: Too little space; on every rank.
+            ConfigError: The optimizer's states cannot be stored in files.
         """
-        self.moments = dict(sorted(moments.items(), key=lambda item: -item[1].itemsize))
-        if not self.moments:
+        self._inner = inner
+        if not self.groups_of:
             return
+        for piece in pieces:
+            if piece.bucket in self._pieces:
+                self._pieces[piece.bucket].append(piece)
+        dtype = next(iter(self.groups_of)).master.dtype
+        moments = on_every_rank(lambda: moments_of(inner, dtype), self._topology)
+        self.moments = dict(sorted(moments.items(), key=lambda item: -item[1].itemsize))
         at = 0
         for group in self.groups:
             group.moments_at = at
             at += self.num_generations * self.moment_nbytes(group)
-        self.moments_file = self.store.create_all({"moments": at})["moments"]
+        if self.moments:
+            self.moments_file = self.store.create_all({"moments": at})["moments"]
 
     @property
     def groups(self) -> list[SubGroup]:
@@ -188,15 +196,15 @@ class StateFiles:
     @property
     def nbytes(self) -> int:
         """Bytes of the files."""
-        return self.masters_file.nbytes + (self.moments_file.nbytes if self.moments else 0)
+        return 0 if not self.groups_of else self.masters_file.nbytes + (self.moments_file.nbytes if self.moments else 0)
 
     def master_nbytes(self, group: SubGroup) -> int:
         """Bytes of one extent of masters."""
-        return _pages(group.numel * master_dtype(group.bucket.dtype).itemsize)
+        return pages(group.numel * master_dtype(group.bucket.dtype).itemsize)
 
     def moment_nbytes(self, group: SubGroup) -> int:
         """Bytes of one extent of moments."""
-        return _pages(sum(group.numel * dtype.itemsize for dtype in self.moments.values()))
+        return pages(sum(group.numel * dtype.itemsize for dtype in self.moments.values()))
 
     def master_offset(self, group: SubGroup, *, new: bool = False) -> int:
         """The offset of the valid masters; ``new``: of those written next."""
@@ -218,18 +226,17 @@ class StateFiles:
         """Start to read a sub-group."""
         return LoadedSubGroup(self, group, reads=True)
 
-    def write_first_masters(self, bucket: Bucket) -> None:
-        """Write the initial masters of ``bucket``, which are in memory, and free that memory."""
+    def write_masters(self, bucket: Bucket, masters: Tensor) -> None:
+        """Write the initial ``masters`` [shard] of ``bucket``."""
         for group in self.groups_of[bucket]:
             unit = LoadedSubGroup(self, group, reads=False)
             try:
-                unit.master.copy_(bucket.master[group.start : group.stop])
+                unit.master.copy_(masters[group.start : group.stop])
                 unit.start_write()
             finally:
                 unit.wait()
                 unit.free()
         self.commit(self.groups_of[bucket])
-        bucket.master = placeholder(bucket.layout.shard_numel, bucket.master.dtype)
 
     def masters_of(self, bucket: Bucket) -> Iterator[tuple[SubGroup, Tensor]]:
         """The masters of ``bucket``, sub-group by sub-group; each is freed when the next is asked for."""
@@ -266,21 +273,17 @@ class StateFiles:
         first = begin // PAGE * PAGE
         buffer = self.store.buffer(end - first)
         try:
-            self.store.read(file, first, buffer[: _pages(end - first)]).wait()
+            self.store.read(file, first, buffer[: pages(end - first)]).wait()
             target.copy_(buffer[begin - first : end - first].view(target.dtype))
         finally:
             self.store.give(buffer)
 
     @contextmanager
-    def in_memory(
-        self, bucket: Bucket, tensors: Mapping[str, Sequence[tuple[int, int, Tensor]]], *, writes: bool
-    ) -> Iterator[None]:
-        """Hold the master of ``bucket`` and its moments in memory.
+    def in_memory(self, bucket: Bucket, *, writes: bool) -> Iterator[None]:
+        """Hold the master of ``bucket`` and its moments in memory: their placeholders have the values inside.
 
         Args:
             bucket: One of :attr:`groups_of`.
-            tensors: The views that get memory, by moment, and masters by ``""``: each with its first element in the
-                bucket's master or moment, its end, and the view. One that has memory already keeps its values.
             writes: Write everything afterwards, with what was changed inside or had memory already.
         """
         dtypes = {"": master_dtype(bucket.dtype), **self.moments}
@@ -294,6 +297,7 @@ class StateFiles:
                     full[name][group.start : group.stop] = values
             finally:
                 unit.free()
+        tensors = self._tensors_of(bucket)
         for name, views in tensors.items():
             for start, stop, view in views:
                 here = full[name][start:stop]
@@ -309,13 +313,41 @@ class StateFiles:
         if writes:
             self.write(bucket, full)
 
+    def _tensors_of(self, bucket: Bucket) -> dict[str, list[tuple[int, int, Tensor]]]:
+        """The tensors that stand for what is in files, with their ranges: by moment, and masters by ``""``."""
+        tensors = defaultdict(list, {"": [(0, bucket.master.numel(), bucket.master)]})
+        for piece in self._pieces[bucket]:
+            stop = piece.start + piece.master.numel()
+            for name, tensor in {"": piece.master, **self._moments_in_state(piece)}.items():
+                tensors[name].append((piece.start, stop, tensor))
+        return tensors
+
+    def _moments_in_state(self, piece: MasterPiece) -> dict[str, Tensor]:
+        state = self._inner.state.get(piece.master, {})
+        return {name: value for name, value in state.items() if name in self.moments}
+
+    def store_states(self) -> None:
+        """Move the inner optimizer's moments from memory to the files, after they were loaded. Collective if any are.
+
+        Raises:
+            OSError: On every rank.
+        """
+        if self.groups_of:
+            on_every_rank(self._store_states, self._topology)
+
+    def _store_states(self) -> None:
+        for bucket, pieces in self._pieces.items():
+            if any(self._moments_in_state(piece) for piece in pieces):
+                with self.in_memory(bucket, writes=True):
+                    pass
+
     def write(self, bucket: Bucket, full: Mapping[str, Tensor]) -> None:
         """Replace the master, ``""``, and the moments of ``bucket``."""
         for group in self.groups_of[bucket]:
             unit = LoadedSubGroup(self, group, reads=False)
             try:
                 unit.master.copy_(full[""][group.start : group.stop])
-                for name, values in unit.moments.items() if self.moments else ():
+                for name, values in unit.moments.items():
                     values.copy_(full[name][group.start : group.stop])
                 unit.start_write()
             finally:
@@ -323,53 +355,85 @@ class StateFiles:
                 unit.free()
         self.commit(self.groups_of[bucket])
 
+    def described(self) -> tuple[str, ...]:
+        """Where masters and moments are stored off the device, and what updates them; alike on all ranks."""
+        tier, inner, offloaded = self.settings, self._inner, self._num_offloaded
+        is_narrow = isinstance(inner, CPUOptimizer) and inner.moment_dtype == torch.bfloat16
+        formats = ("moments are stored in bfloat16, rounded stochastically",) if is_narrow else ()
+        if not offloaded:
+            return formats
+        place = f"files below {tier.path}" if tier.tier is Tier.NVME else "host memory"
+        part = "" if offloaded == self._total_numel else f"{offloaded / self._total_numel:.0%} of the "
+        delay = f", during the next step after the first {tier.delay_start}" if tier.delays_update else ""
+        update = describe_update(inner)
+        return (f"{part}masters and moments are stored in {place}, updated on the host by {update}{delay}", *formats)
+
+    def held(self) -> dict[str, int]:
+        gradients = self.gradients
+        return {
+            "states on their way": self.store.buffers.nbytes if self.groups_of else 0,
+            "gradients on their way": gradients.store.buffers.nbytes if gradients.groups_of else 0,
+        }
+
     def close(self) -> None:
         """Remove the files."""
-        self.store.close()
+        self.gradients.close()
+        if self.groups_of:
+            self.store.close()
 
 
-def _even_numel(numel: int, largest: int) -> int:
-    """The length of equal parts of at most ``largest`` elements: a multiple of 256, as ``numel`` is."""
-    blocks = -(-numel // 256)
-    parts = -(-blocks // max(largest // 256, 1)) or 1
-    return max(-(-blocks // parts), 1) * 256
+class FileStates(HostStates):
+    """The states of one bucket in ``files``; they are updated in host memory."""
+
+    is_in_files = True
+
+    def __init__(self, host: HostMemory, bucket: Bucket, files: StateFiles) -> None:
+        super().__init__(host, bucket.device)
+        self._bucket, self._files = bucket, files
+
+    @property
+    def moments(self) -> Mapping[str, torch.dtype]:
+        return self._files.moments
+
+    def new_master(self, initial: Tensor, dtype: torch.dtype) -> Tensor:
+        self._files.write_masters(self._bucket, initial)
+        return placeholder(initial.numel(), dtype)
+
+    def masters(self, master: Tensor, ranges: object) -> Iterator[tuple[int, int, Tensor]]:  # noqa: ARG002
+        for group, values in self._files.masters_of(self._bucket):
+            yield group.start, group.stop, values
+
+    @contextmanager
+    def in_memory(self, *, writes: bool) -> Iterator[None]:
+        with self._files.in_memory(self._bucket, writes=writes):
+            yield
+
+    def reader(self, moment: str, base: int) -> Callable[[int, int], Tensor]:
+        return partial(self._files.read, self._bucket, moment, base)
+
+    def new_gradient(self, numel: int, sent: torch.dtype, wide: torch.dtype, rows: Tensor | None) -> GradientStore:
+        if self._bucket in self._files.gradients.groups_of:
+            return self._files.gradients.new(self._bucket, self.host, sent, wide)
+        return super().new_gradient(numel, sent, wide, rows)
 
 
-def _pages(nbytes: int) -> int:
-    return -(-nbytes // PAGE) * PAGE
-
-
-def assign_states(buckets: list[Bucket], settings: ZeroSettings, topology: Topology) -> StateFiles | None:
-    """Assign host memory to the buckets whose states are offloaded, and create their files. Collective.
+def assign_states(buckets: list[Bucket], settings: ZeroSettings, topology: Topology) -> StateFiles:
+    """Choose where the states of each bucket are stored, and create the files. Collective.
 
     ``ratio`` is met as closely as undivided buckets allow. The buckets used last in the forward are offloaded first:
     their gradients come first in the backward, so their copies overlap most of it.
     """
-    tiers = settings.tiers
-    if tiers.states.tier is Tier.DEVICE or not get_stage(settings.stage).shards_states:
-        return None
+    tiers, chosen = settings.tiers, list[Bucket]()
     trainable = [bucket for bucket in buckets if bucket.is_trainable]
-    wanted = tiers.states.ratio * sum(bucket.layout.numel for bucket in trainable)
-    host, offloaded = HostMemory(buckets[0].device, pins=tiers.pins_memory), 0
-    for bucket in reversed(trainable):
-        if offloaded + bucket.layout.numel / 2 <= wanted:
-            bucket.host = host
-            offloaded += bucket.layout.numel
-    chosen = [bucket for bucket in trainable if bucket.host is not None]
-    return StateFiles(chosen, tiers, topology) if chosen and tiers.states.tier is Tier.NVME else None
-
-
-def describe_states(buckets: list[Bucket], tier: StateTier, inner: Optimizer) -> tuple[str, ...]:
-    """Where masters and moments are stored, and what updates them, for ``optimizer.effective``; alike on all ranks."""
-    trainable = [bucket for bucket in buckets if bucket.is_trainable]
-    offloaded = sum(bucket.layout.numel for bucket in trainable if bucket.host is not None)
-    is_narrow = isinstance(inner, CPUOptimizer) and inner.moment_dtype == torch.bfloat16
-    formats = ("moments are stored in bfloat16, rounded stochastically",) if is_narrow else ()
-    if not offloaded:
-        return formats
-    share = offloaded / sum(bucket.layout.numel for bucket in trainable)
-    place = f"files below {tier.path}" if tier.tier is Tier.NVME else "host memory"
-    update = describe_update(inner)
-    part = "" if share == 1 else f"{share:.0%} of the "
-    delay = f", during the next step after the first {tier.delay_start}" if tier.delays_update else ""
-    return (f"{part}masters and moments are stored in {place}, updated on the host by {update}{delay}", *formats)
+    if tiers.states.tier is not Tier.DEVICE and get_stage(settings.stage).shards_states:
+        wanted, offloaded = tiers.states.ratio * sum(bucket.layout.numel for bucket in trainable), 0
+        for bucket in reversed(trainable):
+            if offloaded + bucket.layout.numel / 2 <= wanted:
+                chosen.insert(0, bucket)
+                offloaded += bucket.layout.numel
+    files = StateFiles(trainable, chosen, tiers, topology, settings.gradient_dtype)
+    host = HostMemory(buckets[0].device, pins=tiers.pins_memory)
+    for bucket in chosen:
+        is_in_files = bucket in files.groups_of
+        bucket.states = FileStates(host, bucket, files) if is_in_files else HostStates(host, bucket.device)
+    return files

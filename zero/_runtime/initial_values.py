@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from zcomm import StateError, Topology, TopologyError, control
 from zero._gather.gatherer import Gatherer
 from zero._model.init_shards import construction_of, is_built
-from zero._optim.state_files import StateFiles
 from zero._ranks.rank_errors import on_every_rank
 from zero._sharding.bucket import Bucket, BucketState
 from zero._sharding.released import make_full
@@ -25,7 +24,7 @@ def partition_model(
     buckets: list[Bucket],
     stage: Stage,
     topology: Topology,
-    storage: tuple[ParameterStorage, StateFiles | None],
+    storage: ParameterStorage,
     *,
     keeps_exact_masters: bool,
     keeps_exact_shards: bool,
@@ -37,7 +36,7 @@ def partition_model(
         buckets: Its parameters.
         stage: What a rank keeps of them.
         topology: The ranks.
-        storage: Where parameters and states are stored.
+        storage: Where shards are stored.
         keeps_exact_masters: Full parameters are quantized, so masters are kept beside them.
         keeps_exact_shards: Full parameters are sums of changes, so shards are kept beside them.
 
@@ -55,17 +54,14 @@ def partition_model(
         _copy_init_values(bucket, full)
 
         def partition(bucket: Bucket = bucket, full: Tensor = full) -> None:
-            parameters, states = storage
             bucket.partition(
                 full,
                 stage,
                 topology,
-                parameters,
+                storage,
                 keeps_exact_master=keeps_exact_masters,
                 keeps_exact_shard=keeps_exact_shards,
             )
-            if states is not None and bucket in states.groups_of:
-                states.write_first_masters(bucket)
 
         try:
             on_every_rank(partition, topology)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zero._runtime.mode_state import residuals_of
 from zero._runtime.runtime import Runtime
 from zero._sharding.stages import model_state_nbytes
 
@@ -69,7 +68,9 @@ def _nbytes(tensors: Iterable[Tensor], seen: set[int]) -> int:
 def measure(runtime: Runtime, optimizer: Optimizer) -> MemoryReport:
     """Measure what ``runtime`` and the inner ``optimizer`` hold."""
     seen: set[int] = set()
-    buckets, stage, gradient_files = runtime.buckets, runtime.stage, runtime.gradient_files
+    buckets, stage, held = runtime.buckets, runtime.stage, dict[str, int]()
+    for part in runtime.parts:
+        held |= part.held()
     parameters = _nbytes([b.shard for b in buckets if b.storage.is_in_memory], seen)
     if not stage.shards_parameters:
         parameters += _nbytes([b.full for b in buckets if b.full is not None], seen)
@@ -100,19 +101,12 @@ def measure(runtime: Runtime, optimizer: Optimizer) -> MemoryReport:
         gradients=_nbytes(grads, seen),
         states=masters + moments,
         buffers={
-            "pool": runtime.pool.nbytes,
-            "secondary partition": runtime.gatherer.secondary_nbytes,
-            "residuals": sum(residual.nbytes for residual in residuals_of(runtime)),
-            "sums of the node": runtime.reducer.reduction.sums_nbytes,
-            "parameters on their way": runtime.parameter_storage.staging_nbytes,
-            "states on their way": 0 if runtime.state_files is None else runtime.state_files.store.buffers.nbytes,
-            "gradients on their way": 0 if gradient_files is None else gradient_files.store.buffers.nbytes,
+            **held,
             "gradients of a delayed update": _nbytes(spares, seen),
-            "parameters of a delayed update": runtime.delayed.nbytes,
             "persistent parameters": _nbytes([b.full for b in buckets if b.is_persistent and b.full is not None], seen),
         },
-        gradients_in_files=0 if gradient_files is None else gradient_files.nbytes,
-        states_in_files=0 if runtime.state_files is None else runtime.state_files.nbytes,
+        gradients_in_files=runtime.state_files.gradients.nbytes,
+        states_in_files=runtime.state_files.nbytes,
         unreduced_gradients=sum(full.numel() * full.element_size() for full in unreduced if full is not None),
         formula=formula,
         shards={tier: sum(of_tier.get(tier, 0) for of_tier in stored) for tier in ("device", "cpu", "nvme")},

@@ -7,72 +7,88 @@ run would train on, but with other bits: its replicas would be the masters round
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from zcomm import LayoutError, Residual, load_residuals
-from zero._runtime.runtime import Runtime
+from zero._gather.gather_sources import DeltaReceiver
 from zero._sharding.bucket import Bucket
+from zero._storage.runtime_part import RuntimePart
 
 logger = logging.getLogger("zero")
 
 
-def replica_shards(runtime: Runtime) -> dict[Bucket, Tensor]:
-    """The replicas' values of this rank's shard of every trainable bucket; empty in other modes."""
-    replicas = runtime.gatherer.replicas
-    return {b: replicas[b.index].held for b in runtime.buckets if b.is_trainable and b.index in replicas}
+class ModeState(RuntimePart):
+    """The replicas and residuals of one model; in other modes there are none.
 
-
-def residuals_of(runtime: Runtime) -> list[Residual]:
-    """This rank's residuals, one for each trainable bucket; none in other modes."""
-    return runtime.reducer.reduction.residuals
-
-
-def node_state(runtime: Runtime) -> dict[str, Any] | None:
-    """Copies of this rank's replica shards and residuals; None in other modes.
-
-    Raises:
-        StateError: There are gradients of a step that is not applied.
+    Args:
+        buckets: The buckets of the model.
+        replicas: By index of a bucket, what receives the changes of its masters.
+        residuals: This rank's residuals, one for each trainable bucket.
+        set_replicas: Gives replicas other values than the masters'; collective.
+        is_log_rank: Whether this rank logs.
     """
-    held = replica_shards(runtime)
-    if not held:
-        return None
-    return {
-        "replicas": {bucket.index: values.clone() for bucket, values in held.items()},
-        "residuals": [residual.state_dict() for residual in residuals_of(runtime)],
-    }
 
+    state_key = "node"
 
-def restore_node_state(runtime: Runtime, saved: Mapping[str, Any] | None) -> None:
-    """Restore what :func:`node_state` gave on this rank of the same layout. Collective."""
-    reset_residuals(runtime)
-    if saved is None or not runtime.gatherer.replicas:
-        return
-    runtime.set_replicas({b: saved["replicas"][b.index] for b in replica_shards(runtime)})
-    for residual, state in zip(residuals_of(runtime), saved["residuals"], strict=True):
-        residual.load_state_dict(state)
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        replicas: Mapping[int, DeltaReceiver],
+        residuals: list[Residual],
+        set_replicas: Callable[[Mapping[Bucket, Tensor]], None],
+        *,
+        is_log_rank: bool,
+    ) -> None:
+        self._replicas = {b: replicas[b.index] for b in buckets if b.is_trainable and b.index in replicas}
+        self.residuals, self.set_replicas, self._is_log_rank = residuals, set_replicas, is_log_rank
 
+    def replica_shards(self) -> dict[Bucket, Tensor]:
+        """The replicas' values of this rank's shard of every trainable bucket."""
+        return {bucket: replica.held for bucket, replica in self._replicas.items()}
 
-def reset_residuals(runtime: Runtime) -> None:
-    """Drop the residuals: they belong to masters that have been replaced."""
-    for residual in residuals_of(runtime):
-        residual.reset()
+    def held(self) -> dict[str, int]:
+        return {"residuals": sum(residual.nbytes for residual in self.residuals)}
 
+    def state_dict(self) -> dict[str, Any] | None:
+        """Copies of this rank's replica shards and residuals.
 
-def load_all_residuals(runtime: Runtime, states: Iterable[Mapping[str, Any]]) -> None:
-    """Load the residuals of all ranks of another topology or layout: their sums, split equally. No communication.
+        Raises:
+            StateError: There are gradients of a step that is not applied.
+        """
+        if not self._replicas:
+            return None
+        return {
+            "replicas": {bucket.index: values.clone() for bucket, values in self.replica_shards().items()},
+            "residuals": [residual.state_dict() for residual in self.residuals],
+        }
 
-    If they belong to other parameters, residuals start at zero, with one warning.
-    """
-    reset_residuals(runtime)
-    residuals = residuals_of(runtime)
-    if not residuals:
-        return
-    try:
-        load_residuals(states, residuals)
-    except LayoutError as error:
-        reset_residuals(runtime)
-        if runtime.is_log_rank:
-            logger.warning("residuals of gradients start at zero: %s", error)
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> list[Bucket]:
+        self.reset_residuals()
+        if state is not None and self._replicas:
+            self.set_replicas({bucket: state["replicas"][bucket.index] for bucket in self._replicas})
+            for residual, saved in zip(self.residuals, state["residuals"], strict=True):
+                residual.load_state_dict(saved)
+        return []
+
+    def reset_residuals(self) -> None:
+        """Drop the residuals: they belong to masters that have been replaced."""
+        for residual in self.residuals:
+            residual.reset()
+
+    def load_all_residuals(self, states: Iterable[Mapping[str, Any]]) -> None:
+        """Load the residuals of all ranks of another topology or layout: their sums, split equally. No communication.
+
+        If they belong to other parameters, residuals start at zero, with one warning.
+        """
+        self.reset_residuals()
+        if not self.residuals:
+            return
+        try:
+            load_residuals(states, self.residuals)
+        except LayoutError as error:
+            self.reset_residuals()
+            if self._is_log_rank:
+                logger.warning("residuals of gradients start at zero: %s", error)

@@ -33,5 +33,4 @@ def values_of(pieces: list[MasterPiece], runtime: Runtime) -> Iterator[tuple[nn.
         slot = piece.bucket.layout.slots[piece.slot]
         first = piece.start + (base if runtime.stage.shards_states else 0) - slot.offset
         with runtime.states_in_memory(piece.bucket):
-            is_in_files = runtime.is_in_files(piece.bucket)
-            yield piece.param, first, piece.master.clone() if is_in_files else piece.master
+            yield piece.param, first, piece.master.clone() if piece.bucket.states.is_in_files else piece.master

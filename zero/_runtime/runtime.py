@@ -9,7 +9,7 @@ Called by :class:`zero.ZeroOptimizer`, which adds the optimizer, and by :mod:`ze
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
@@ -20,26 +20,27 @@ from torch.optim import Optimizer
 from zcomm import StateError, Topology
 from zero._config.settings import ZeroSettings
 from zero._gather.gather_sources import GatherOptions, gather_options, start_gather
-from zero._gather.gatherer import Gatherer, IterationKind
+from zero._gather.gatherer import Gatherer
 from zero._gather.hooks import Hooks
 from zero._gradients.reducer import Reducer
 from zero._model.model_layout import ModelPlan, check_ranks_agree, plan_model
 from zero._modes import MODES
 from zero._optim.delayed_update import DelayedUpdate
-from zero._optim.file_update import FileUpdate, moments_of
-from zero._optim.gradient_files import GradientFiles
 from zero._optim.masters import MasterPiece, OptimizerStates
-from zero._optim.state_files import assign_states, describe_states
+from zero._optim.state_files import assign_states
 from zero._ranks.rank_errors import on_every_rank
 from zero._runtime.gathered_edits import GatheredEdits
 from zero._runtime.initial_values import gather_partitioned, partition_model
+from zero._runtime.mode_state import ModeState
 from zero._runtime.suspended_memory import SuspendedMemory
 from zero._runtime.untracked_edits import check_model_unchanged
 from zero._runtime.write_back import WriteBack
-from zero._sharding.bucket import Bucket, Hold, ShardInfo, is_managed, master_dtype
+from zero._sharding.bucket import Bucket, Hold, ShardInfo, is_managed
 from zero._sharding.buffer_pool import BufferPool
 from zero._sharding.phases import Phases, in_phase
+from zero._sharding.released import StateDictHooks
 from zero._storage.parameter_storage import ParameterStorage, ShardPlan
+from zero._storage.runtime_part import RuntimePart
 from zero._storage.tier_settings import Tier
 
 
@@ -48,60 +49,62 @@ class Runtime:
 
     def __init__(self, model: nn.Module, settings: ZeroSettings, topology: Topology, *, is_log_rank: bool) -> None:
         self.model, self.settings, self.topology = model, settings, topology
-        self.is_log_rank = is_log_rank
+        self.is_log_rank, self.is_closed = is_log_rank, False
         plan = on_every_rank(lambda: plan_model(model, settings, topology), topology)
         self.effective, self.buckets = plan.effective, plan.buckets
         self.stage = self.effective.stage
         check_ranks_agree(self.buckets, settings, topology)
-        self.state_files = assign_states(self.buckets, settings, topology)
-        self.gradient_files: GradientFiles | None = None
-        self.file_update: FileUpdate | None = None
-        """Updates masters and moments in files; set by :meth:`open_states`, once there is an optimizer."""
-        self.pool, self.phases = BufferPool(self.buckets[0].device), Phases()
         self.since_ns = time.time_ns()  # when this state was constructed or last loaded
-        self.state_dicts: object | None = None
-        """A ``StateDicts``: it makes ``model.state_dict()`` and ``load_state_dict()`` work on sharded parameters."""
+        self.state_dicts: StateDictHooks
+        """Set once, by the optimizer: makes ``model.state_dict()`` and its counterpart work on sharded parameters."""
         self.suspended: SuspendedMemory | None = None
         """What ``offload_states`` has moved to host memory; None: nothing."""
-        self.saves_masters = False
-        """Whether ``model.state_dict()``, called on every rank, gives the masters' values at every stage."""
-        self.left_out: frozenset[nn.Parameter] = frozenset()
-        """Parameters that ``model.state_dict()`` leaves out."""
+        self.states = OptimizerStates()
+        """The inner optimizer's states by parameter; none before there is an optimizer."""
+        self.phases, self.pool = Phases(), BufferPool(self.buckets[0].device)
+        self.state_files = assign_states(self.buckets, settings, topology)
+        self.parts: list[RuntimePart] = [self.state_files]
+        """In the order in which they end a step, and are closed."""
         self.delayed = DelayedUpdate([], topology)
         """Runs updates during the next step; of no buckets, if updates are not delayed."""
-        self.states: OptimizerStates | None = None
-        """The inner optimizer's states by parameter, once there is an optimizer."""
-        options = gather_options(settings, self.effective, topology)
-        tiers = settings.tiers
+        try:
+            self._open_gathers()
+            try:
+                self._build(plan)
+            except Exception:
+                gather_partitioned(self.buckets, self.gatherer)
+                raise
+        except Exception:
+            for part in self.parts:
+                part.close()
+            raise
+
+    def _open_gathers(self) -> None:
+        options = gather_options(self.settings, self.effective, self.topology)
         self.parameter_storage = ParameterStorage(
-            tiers, self.buckets[0].device, topology, self._plans_of_shards(options)
+            self.settings.tiers,
+            self.buckets[0].device,
+            self.topology,
+            self._plans_of_shards(options),
+            total_numel=sum(bucket.layout.shard_numel for bucket in self.buckets),
         )
-        own_numel = sum(bucket.layout.shard_numel for bucket in self.buckets)
-        self.effective = self.effective.with_notes(details=self.parameter_storage.described(own_numel))
-        mode = MODES[self.effective.mode]
+        self.parts.insert(0, self.parameter_storage)
         self.gatherer = Gatherer(
             self.buckets,
-            mode.sources(self.buckets, options, self.effective),
-            settings,
+            MODES[self.effective.mode].sources(self.buckets, options, self.effective),
+            self.settings,
             self.effective,
             self.pool,
             self.parameter_storage,
             phases=self.phases,
-            is_log_rank=is_log_rank,
+            is_log_rank=self.is_log_rank,
         )
-        self.compare, self.is_closed = self.gatherer.compare, False
-        self._write_back = WriteBack(topology, self.stage, self.gatherer, self.parameter_storage, self.state_files)
+        self._write_back = WriteBack(self.topology, self.stage, self.gatherer, self.parameter_storage)
+        self.parts[:0] = [self._write_back, self.gatherer, self.pool]
         edits = GatheredEdits(
-            self.stage, topology, lambda buckets: self.in_memory(buckets, is_changed=True), self.write_back
+            self.stage, self.topology, lambda buckets: self.in_memory(buckets, is_changed=True), self.write_back
         )
-        self.modified, self.adopt_values = edits.modified, edits.adopt_values
-        try:
-            self._build(plan)
-        except Exception:
-            gather_partitioned(self.buckets, self.gatherer)
-            self.parameter_storage.close()
-            self._close_files()
-            raise
+        self.modified, self.adopt_values, self.compare = edits.modified, edits.adopt_values, self.gatherer.compare
 
     def _plans_of_shards(self, options: GatherOptions) -> dict[int, ShardPlan]:
         """The shards that are stored off the device, or encoded."""
@@ -122,7 +125,7 @@ class Runtime:
             self.buckets,
             self.stage,
             topology,
-            (self.parameter_storage, self.state_files),
+            self.parameter_storage,
             keeps_exact_masters=exact,
             keeps_exact_shards=mode.keeps_exact_shards,
         )
@@ -132,8 +135,7 @@ class Runtime:
         self._write_back.debug_copies.remember(self.buckets)
         # Reductions have a topology, and so process groups, of their own: gathers and reductions are started in orders
         # that need not match between them, and on one group that would be a deadlock.
-        companion, files = topology.companion, self._open_gradients()
-        self.gradient_files = files
+        companion = topology.companion
         self.reducer = on_every_rank(
             lambda: Reducer(
                 self.buckets,
@@ -141,26 +143,21 @@ class Runtime:
                 topology,
                 self.pool,
                 lambda: self.gatherer.checksum,
-                files,
                 self.phases,
             ),
             topology,
         )
+        self.mode_state = ModeState(
+            self.buckets,
+            self.gatherer.replicas,
+            self.reducer.reduction.residuals,
+            self._write_back.set_replicas,
+            is_log_rank=self.is_log_rank,
+        )
         self.hooks = Hooks(self.gatherer, self.reducer, self.stage)
+        self.parts[:0] = [self.hooks, self.reducer, self.mode_state]
         self._attach()
         self.hooks.install(self.model, plan.units, plan.buckets_of_unit)
-
-    def _open_gradients(self) -> GradientFiles | None:
-        """Create the file for the gradients whose masters are in files, if there are any. Collective.
-
-        With delayed updates gradients stay in host memory: an update reads them while the next step writes new ones.
-        """
-        if self.state_files is None or self.settings.tiers.states.delays_update:
-            return None
-        chosen, groups = self.settings.gradient_dtype, self.state_files.groups_of
-        return GradientFiles(
-            groups, lambda bucket: chosen or master_dtype(bucket.dtype), self.settings.tiers, self.topology
-        )
 
     def _attach(self) -> None:
         for bucket in self.buckets:
@@ -193,11 +190,8 @@ class Runtime:
 
     def step_ended(self) -> None:
         """Start the next step's bookkeeping, and release what is gathered or in flight: it has the old values."""
-        self.reducer.accumulation.restart()
-        self.reducer.facts.end_step(self.reducer.shown.edits())
-        self.gatherer.release_all()
-        self.gatherer.end_iteration(IterationKind.TRAINING)
-        self.pool.drop_unused()
+        for part in self.parts:
+            part.step_ended()
 
     @in_phase("gather")
     def write_back(
@@ -211,10 +205,6 @@ class Runtime:
         """Give parameters the masters' values; see :meth:`WriteBack.run`."""
         self._write_back.run(buckets, are_written=are_written, changed=changed, params=params)
 
-    def set_replicas(self, shards: Mapping[Bucket, Tensor]) -> None:
-        """Give replicas values other than the masters'; see :meth:`WriteBack.set_replicas`."""
-        self._write_back.set_replicas(shards)
-
     def open_states(self, inner: Optimizer, pieces: list[MasterPiece]) -> None:
         """Make room for the moments of ``inner`` in the files, if there are any. Collective.
 
@@ -222,18 +212,15 @@ class Runtime:
             OSError: Too little space; on every rank.
             ConfigError: The optimizer's states cannot be stored in files.
         """
-        self.effective = self.effective.with_notes(
-            details=describe_states(self.buckets, self.settings.tiers.states, inner)
-        )
         self.reducer.facts.watch(lambda: inner.param_groups)
-        files, tier = self.state_files, self.settings.tiers.states
-        on_host = [bucket for bucket in self.buckets if bucket.host is not None]
-        if tier.delays_update and on_host:
+        on_host = [bucket for bucket in self.buckets if bucket.states.is_on_host]
+        if self.settings.tiers.states.delays_update and on_host:
             self.delayed = on_every_rank(lambda: DelayedUpdate(on_host, self.topology), self.topology)
-        if files is not None:
-            dtype = next(iter(files.groups_of)).master.dtype
-            files.reserve_moments(on_every_rank(lambda: moments_of(inner, dtype), self.topology))
-            self.file_update = FileUpdate(files, self.gradient_files, inner, pieces)
+        self.parts.insert(self.parts.index(self.parameter_storage), self.delayed)  # it writes to files: closed before
+        self.state_files.open_moments(inner, pieces)
+        self.states = OptimizerStates(inner, pieces)
+        notes = (note for part in self.parts for note in part.described())
+        self.effective = self.effective.with_notes(details=tuple(notes))
 
     @property
     def has_pending_update(self) -> bool:
@@ -260,10 +247,6 @@ class Runtime:
                 assert bucket.full is not None, f"bucket {bucket.name!r} is full without a buffer"
                 for work in start_gather(bucket, bucket.full, own, self.gatherer.options):
                     work.wait()
-
-    def is_in_files(self, bucket: Bucket) -> bool:
-        """Whether the master and the moments of ``bucket`` are stored in files."""
-        return self.state_files is not None and bucket in self.state_files.groups_of
 
     @contextmanager
     def gathered(self, buckets: list[Bucket]) -> Iterator[None]:
@@ -293,7 +276,7 @@ class Runtime:
             bucket.storage for bucket in chosen if bucket.master is bucket.shard and not bucket.storage.is_in_memory
         ]
         contexts = [storage.in_memory() for storage in storages]
-        contexts += [self.states_in_memory(b, is_changed=is_changed) for b in chosen if self.is_in_files(b)]
+        contexts += [self.states_in_memory(b, is_changed=is_changed) for b in chosen if b.states.is_in_files]
         with ExitStack() as stack:
             if contexts:
                 on_every_rank(lambda: [stack.enter_context(context) for context in contexts], self.topology)
@@ -309,23 +292,8 @@ class Runtime:
         """The same for one bucket on this rank alone; not collective."""
         self.check_not_suspended()
         self.finish_update()
-        if self.file_update is None or not self.is_in_files(bucket):
+        with bucket.states.in_memory(writes=is_changed):
             yield
-            return
-        with self.file_update.in_memory(bucket, writes=is_changed):
-            yield
-
-    @contextmanager
-    def saving_weights(self, left_out: Iterable[nn.Parameter]) -> Iterator[None]:
-        """Inside, ``model.state_dict()`` has the last update, also a delayed one, and leaves out ``left_out``.
-
-        Every rank calls it.
-        """
-        self.saves_masters, self.left_out = self.has_pending_update, frozenset(left_out)
-        try:
-            yield
-        finally:
-            self.saves_masters, self.left_out = False, frozenset()
 
     @property
     def is_inexact(self) -> bool:
@@ -366,20 +334,16 @@ class Runtime:
         check_model_unchanged(self.model, self.buckets)
         self._write_back.debug_copies.check()
 
-    def _close_files(self) -> None:
-        for files in (self.state_files, self.gradient_files):
-            if files is not None:
-                files.close()
-
     def close(self) -> None:
         """Remove the hooks and drop the gradients. Full parameters stay and are ordinary ones again."""
         if self.is_closed:
             return
-        self.hooks.remove()
-        self._write_back.close()
         self.is_closed = True
-        self.delayed.close()
-        self._close_files()
+        with ExitStack() as stack:  # it calls the last one first
+            for end in (self._detach, *(part.close for part in reversed(self.parts))):
+                stack.callback(end)
+
+    def _detach(self) -> None:
         with torch._C.DisableTorchFunctionSubclass():
             for bucket in self.buckets:
                 bucket.hold(Hold.VIEW)
@@ -389,4 +353,3 @@ class Runtime:
                         param.grad_dtype = param.dtype
                     if bucket.is_full:
                         del param.zero_shard  # type: ignore[attr-defined]
-        self.parameter_storage.close()

@@ -13,7 +13,6 @@ from zcomm import LayoutError, StateError
 from zero._optim.loss_scale import LossScale
 from zero._optim.masters import MasterPiece, compact
 from zero._ranks.rank_errors import on_every_rank
-from zero._runtime.mode_state import node_state
 from zero._runtime.runtime import Runtime
 from zero._sharding.bucket import Bucket
 
@@ -53,7 +52,7 @@ def shard_state(
     states: dict[int, dict[str, Any]] = {}
     for bucket in runtime.buckets:
         if bucket.is_trainable:
-            is_in_files = runtime.is_in_files(bucket)
+            is_in_files = bucket.states.is_in_files
             with runtime.states_in_memory(bucket):
                 masters.append(bucket.master.clone() if is_in_files else compact(bucket.master))
                 for piece in pieces if is_in_files else ():
@@ -70,8 +69,7 @@ def shard_state(
         "masters": masters,
         "optimizer": packed,
         "loss_scale": None if loss_scale is None else loss_scale.state_dict(),
-        "delayed": _delayed(runtime),
-        "node": node_state(runtime),
+        **{part.state_key: part.state_dict() for part in runtime.parts if part.state_key is not None},
     }
 
 
@@ -82,23 +80,11 @@ def load_masters(runtime: Runtime, buckets: Sequence[Bucket], masters: Sequence[
             bucket.master.copy_(master)
 
 
-def _delayed(runtime: Runtime) -> dict[str, Any] | None:
-    """The number of updates, and the shards of parameters that lack the last one."""
-    if not runtime.delayed.is_used:
-        return None
-    stale = {bucket.index: shard for bucket, shard in runtime.delayed.stale_shards().items()}
-    return {"num_updates": runtime.delayed.num_updates, "published": stale}
-
-
-def restore_parameters(runtime: Runtime, saved: Mapping[str, Any]) -> None:
-    """Give parameters that lacked the last update their saved values, not the masters'. Collective."""
-    delayed, content = runtime.delayed, saved.get("delayed")
-    if not delayed.is_used or content is None:
-        return
-    delayed.num_updates = content["num_updates"]
-    stale = {bucket: content["published"][bucket.index] for bucket in delayed.buckets if content["published"]}
-    if stale:
-        runtime.write_back(delayed.restore(stale), are_written=True)
+def restore_parts(runtime: Runtime, saved: Mapping[str, Any]) -> None:
+    """Restore the parts of the runtime, and parameters that lacked the last update. Collective."""
+    for part in runtime.parts:
+        if part.state_key is not None and (behind := part.load_state_dict(saved.get(part.state_key))):
+            runtime.write_back(behind, are_written=True)
 
 
 def _copied(value: Any) -> Any:

@@ -19,27 +19,22 @@ from zcomm._transport.call_context import waiting_next
 from zero._gather.gather_sources import start_gather
 from zero._gather.gatherer import Gatherer
 from zero._gradients.bucket_gradients import BucketGrads
-from zero._optim.state_files import StateFiles
 from zero._ranks.rank_errors import on_every_rank
 from zero._runtime.untracked_edits import DebugCopies
 from zero._sharding.bucket import Bucket
 from zero._sharding.stages import Stage
 from zero._storage.parameter_storage import ParameterStorage
+from zero._storage.runtime_part import RuntimePart
 
 
-class WriteBack:
+class WriteBack(RuntimePart):
     """Writes back the parameters of one model."""
 
     def __init__(
-        self,
-        topology: Topology,
-        stage: Stage,
-        gatherer: Gatherer,
-        parameter_storage: ParameterStorage,
-        state_files: StateFiles | None,
+        self, topology: Topology, stage: Stage, gatherer: Gatherer, parameter_storage: ParameterStorage
     ) -> None:
         self._topology, self._stage, self._gatherer = topology, stage, gatherer
-        self._parameter_storage, self._state_files = parameter_storage, state_files
+        self._parameter_storage = parameter_storage
         self.debug_copies = DebugCopies(topology, is_always_full=not stage.shards_parameters)
 
     def run(
@@ -102,21 +97,14 @@ class WriteBack:
                 replica.send_change()
 
     def _update_shards(self, buckets: Sequence[Bucket]) -> None:
-        files = self._state_files
-
         def update() -> None:
             for bucket in buckets:
-                if files is None or bucket not in files.groups_of:
-                    bucket.update_shard()
-                    continue
-                for group, master in files.masters_of(bucket):
-                    bucket.start_update(group.start, group.stop).copy_(master)
-                    bucket.finish_update(group.start, group.stop)
+                bucket.update_shard()
 
-        if files is None:
-            update()
-        else:
+        if any(bucket.states.is_in_files for bucket in buckets):
             on_every_rank(update, self._topology)
+        else:
+            update()
 
     def close(self) -> None:
         """Wait for exchanges of replicas that are in flight: their buffers must not be freed before."""

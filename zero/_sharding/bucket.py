@@ -35,9 +35,9 @@ from zcomm import StateError, Topology, Work
 from zero._sharding.layout import BucketLayout, ShardPiece
 from zero._sharding.released import is_released, make_full, make_released, nan_filled, not_picklable
 from zero._sharding.stages import Stage
-from zero._storage.host_memory import HostMemory
 from zero._storage.parameter_storage import ParameterStorage
 from zero._storage.shard_storage import InMemoryShard, ShardStorage
+from zero._storage.state_storage import StateStorage
 
 
 class BucketState(Enum):
@@ -139,8 +139,8 @@ class Bucket:
         self.master = torch.empty(0)
         self.gaps: list[tuple[int, int]] = []
         """The ranges of the master that are padding, and stay zero."""
-        self.host: HostMemory | None = None
-        """Host memory that stores master, moments and gradients, and where they are updated; None: on the device."""
+        self.states = StateStorage(self.device)
+        """Where master, moments and gradients are stored, and where they are updated."""
         self.staged: Tensor | None = None
         """Where a delayed update writes, so that a running forward does not see it; None: to the shard's storage."""
         self.released_data = [nan_filled(p.shape, p.dtype, p.device) for p in params]
@@ -213,7 +213,7 @@ class Bucket:
         numel = self.layout.shard_numel
         own = full[row * numel : (row + 1) * numel]
         if stage.shards_parameters:
-            self.storage = storage.place(self.index, own, updates_on_host=self.host is not None)
+            self.storage = storage.place(self.index, own, updates_on_host=self.states.is_on_host)
             self.shard = self.storage.shard
             self._move(BucketState.GATHERING)
             self.full = full
@@ -224,26 +224,24 @@ class Bucket:
             self.shard = own if stage.shards_states else full
             if keeps_exact_shard and self.is_trainable:
                 self.shard = own.clone()
-            self.storage = storage.leave(self.shard, updates_on_host=self.host is not None)
+            self.storage = storage.leave(self.shard, updates_on_host=self.states.is_on_host)
             self.state = BucketState.GATHERING
             self.full = full
             self.expose()
         self.gaps = self.layout.gaps_of(row) if stage.shards_states else list(self.layout.gaps)
         initial = own if stage.shards_states else full
         dtype = master_dtype(self.dtype) if self.is_trainable else self.dtype
-        is_own_master = not self.is_trainable or self.storage.is_on_device
-        if self.is_trainable and self.host is not None:
-            self.master = self.host.empty(initial.numel(), dtype).copy_(initial)
-        elif self.shard.dtype == dtype and is_own_master and not (keeps_exact_master and dtype.is_floating_point):
+        is_own_master = not self.is_trainable or (self.storage.is_on_device and not self.states.is_on_host)
+        if self.shard.dtype == dtype and is_own_master and not (keeps_exact_master and dtype.is_floating_point):
             self.master = self.shard
         else:
-            self.master = initial.to(dtype, copy=True)
+            self.master = self.states.new_master(initial, dtype)
 
     def update_shard(self) -> None:
         """Copy the master's values to the shard."""
         if self.master is not self.shard:
-            for start, stop in self.storage.ranges:
-                self.start_update(start, stop).copy_(self.master[start:stop])
+            for start, stop, values in self.states.masters(self.master, self.storage.ranges):
+                self.start_update(start, stop).copy_(values)
                 self.finish_update(start, stop)
 
     @property

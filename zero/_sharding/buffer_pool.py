@@ -18,6 +18,7 @@ from torch import Tensor
 
 from zcomm import DivergedError, StateError, Work
 from zero._storage.poison import poison
+from zero._storage.runtime_part import RuntimePart
 
 
 def num_uses(tensor: Tensor) -> int:
@@ -43,7 +44,7 @@ class ViewedBuffer:
     """The owner of the values that the views show; None: the values have changed since."""
 
 
-class BufferPool:
+class BufferPool(RuntimePart):
     """Buffers by dtype. ``take`` hands out the smallest that fits and is at most twice as large as needed."""
 
     def __init__(self, device: torch.device) -> None:
@@ -51,7 +52,7 @@ class BufferPool:
         self._free: dict[torch.dtype, list[Tensor]] = {}
         self._owned: dict[int, Tensor] = {}
         self._taken: set[int] = set()
-        """Handed out at least once since the last :meth:`drop_unused`."""
+        """Handed out at least once since the last :meth:`step_ended`."""
         self._out: set[int] = set()
         """Handed out now."""
         self._lent: dict[int, Sequence[Work | None]] = {}
@@ -66,7 +67,7 @@ class BufferPool:
         fitting = [i for i, buffer in enumerate(free) if numel <= buffer.numel() <= 2 * numel]
         if fitting:
             # Last in, first out: that buffer is in the cache, and buffers beyond what a step needs stay unused, so
-            # that drop_unused() finds them.
+            # that step_ended() finds them.
             buffer = free.pop(min(reversed(fitting), key=lambda i: free[i].numel()))
         else:
             with torch.inference_mode(mode=False):  # a buffer made in inference mode could not be used in training
@@ -77,7 +78,7 @@ class BufferPool:
         self._out.add(at)
         return buffer[:numel]
 
-    def drop_unused(self) -> None:
+    def step_ended(self) -> None:
         """Free the buffers that were not taken since the last call: those of one-off uses, such as loading a model."""
         for free in self._free.values():
             for buffer in free.copy():
@@ -178,6 +179,9 @@ class BufferPool:
     def nbytes(self) -> int:
         """Bytes of every buffer, free or handed out."""
         return sum(buffer.untyped_storage().nbytes() for buffer in self._owned.values())
+
+    def held(self) -> dict[str, int]:
+        return {"pool": self.nbytes}
 
 
 def _describe(buffer: Tensor) -> str:

@@ -11,9 +11,10 @@ a parameter that has changed since.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -52,6 +53,19 @@ def _requested(func: Callable[..., Any]) -> tuple[str, bool]:
     if name in ("__get__", "__set__", "__delete__"):
         return str(getattr(func, "__self__", func).__name__), name != "__get__"
     return name, False
+
+
+class StateDictHooks(Protocol):
+    """What makes ``model.state_dict()`` and ``load_state_dict()`` work on released parameters."""
+
+    def answer(self, param: nn.Parameter, name: str, args: Any) -> Any:
+        """The result of method ``name`` of a released ``param`` when torch's state dict code calls it, else None."""
+
+    def saving(self, left_out: Iterable[nn.Parameter]) -> AbstractContextManager[None]:
+        """Inside, ``model.state_dict()`` has the last update, also a delayed one, and leaves out ``left_out``.
+
+        Every rank calls it.
+        """
 
 
 def _is_metadata(func: Callable[..., Any]) -> bool:

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from zcomm import ConfigError, StateError, control
 from zero._ranks.model_parallel import ModelParallel
-from zero._ranks.rank_errors import on_every_rank
 from zero._runtime.runtime import Runtime
 from zero._sharding.bucket import Bucket
 from zero._step.final_gradients import FinalGradients
@@ -53,8 +52,7 @@ def global_norm(gradients: FinalGradients, model: ModelParallel, norm_type: floa
     runtime = gradients.runtime
     runtime.reducer.flush()
     mine = partial(_norm_here, runtime, model, norm_type, gradients.flag.device)
-    is_in_files = runtime.gradient_files is not None
-    own = on_every_rank(mine, runtime.topology) if is_in_files else mine()
+    own = runtime.state_files.gradients.reading(mine)
     by_rank = control.gather_beside(own.view(1), runtime.topology).view(-1)
     if norm_type == math.inf:
         total = model.gather_beside(by_rank.amax()).amax()  # amax, unlike max(), keeps a NaN

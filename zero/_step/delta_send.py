@@ -56,7 +56,7 @@ class BucketwiseUpdate:
         for piece in pieces:
             self._pieces[piece.bucket].append(piece)
         self._runs = _runs_of(list(self._pieces))
-        self._in_files = [bucket for bucket in self._pieces if runtime.is_in_files(bucket)]
+        self._in_files = [bucket for bucket in self._pieces if bucket.states.is_in_files]
         if runtime.gatherer.replicas:
             runtime.effective = runtime.effective.with_notes(details=(self._described(),))
 

@@ -23,7 +23,6 @@ from zcomm import StateError, control
 from zcomm._kernels.message_flags import check_all_flags
 from zero._optim.loss_scale import nonfinite_flag
 from zero._optim.masters import MasterPiece
-from zero._ranks.rank_errors import on_every_rank
 from zero._runtime.runtime import Runtime
 from zero._sharding.released import ReducedGradient
 
@@ -129,12 +128,12 @@ class FinalGradients:
     def _agreed_overflow(self) -> Tensor:
         """The same as a bool scalar on the device; the host waits for it only if gradients are in files."""
         if self._overflow is None:
-            reducer, files = self.runtime.reducer, self.runtime.gradient_files
+            reducer, files = self.runtime.reducer, self.runtime.state_files.gradients
             in_memory = (reducer.results(grads) for grads in reducer.all if not grads.store.is_in_file)
             mine = nonfinite_flag([r for r in in_memory if r is not None], self.flag.device)
-            if files is not None:
-                on_every_rank(files.raise_error, self.runtime.topology)
-                mine |= files.is_nonfinite()
+            files.reading(files.raise_error)
+            if files.is_nonfinite():
+                mine.fill_(True)
             self._overflow = control.any_(mine, self.runtime.topology)
         return self._overflow
 
@@ -142,11 +141,10 @@ class FinalGradients:
         """Multiply every gradient of this rank by the factor."""
         if self.factor.is_one:
             return
-        reducer, files = self.runtime.reducer, self.runtime.gradient_files
+        reducer, files = self.runtime.reducer, self.runtime.state_files.gradients
         for grads in reducer.all:
             reducer.change(grads, self.factor.multiply_)
-        if files is not None:
-            on_every_rank(files.raise_error, self.runtime.topology)
+        files.reading(files.raise_error)
         self.factor = GradFactor()
 
     def prepare_update(self, *, widens: bool) -> None:

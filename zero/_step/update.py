@@ -35,16 +35,17 @@ class Update:
         self, runtime: Runtime, inner: Optimizer, pieces: list[MasterPiece], gradients: FinalGradients
     ) -> None:
         self._runtime, self._inner, self._gradients = runtime, inner, gradients
-        self._pieces = [piece for piece in pieces if not runtime.is_in_files(piece.bucket)]
-        self._delayed_pieces = [piece for piece in pieces if piece.bucket.host is not None]
-        self._immediate_pieces = [piece for piece in pieces if piece.bucket.host is None]
+        self._pieces = [piece for piece in pieces if not piece.bucket.states.is_in_files]
+        self._delayed_pieces = [piece for piece in pieces if piece.bucket.states.is_on_host]
+        self._immediate_pieces = [piece for piece in pieces if not piece.bucket.states.is_on_host]
         # Whether a collective is called must depend on buckets, which are the same on every rank. A rank of a small
         # model may have no pieces: by pieces some ranks would skip the call, a deadlock for the others.
         trainable = [bucket for bucket in runtime.buckets if bucket.is_trainable]
-        self._immediate_buckets = [bucket for bucket in trainable if bucket.host is None]
-        self._is_on_host = any(bucket.host is not None and not runtime.is_in_files(bucket) for bucket in trainable)
+        self._immediate_buckets = [bucket for bucket in trainable if not bucket.states.is_on_host]
+        self._is_on_host = any(bucket.states.is_on_host and not bucket.states.is_in_files for bucket in trainable)
         self.folds = gradients.rounds_means
         """Whether unscaling and clipping are a factor of the update, not passes before it."""
+        self._files = FileUpdate(runtime.state_files, inner, pieces)
         self._failure: BaseException | None = None
         self._bucketwise = BucketwiseUpdate(runtime, inner, self._pieces)
 
@@ -107,9 +108,8 @@ class Update:
         """Start the delayed update, and update what is on the device, if anything, at once."""
         runtime, factor = self._runtime, self._gradients.factor.item()
         self._gradients.prepare_update(widens=False)
-        files = None if runtime.file_update is None else runtime.state_files
         gradients = runtime.reducer.detach_host_sums()
-        delayed.start(DelayedStep(self._inner, self._delayed_pieces, factor, gradients, files, self.fail))
+        delayed.start(DelayedStep(self._inner, self._delayed_pieces, factor, gradients, runtime.state_files, self.fail))
         if self._immediate_pieces:
             step_pieces(self._inner, self._immediate_pieces, factor)
         for bucket in self._immediate_buckets if not self.folds else []:
@@ -125,10 +125,9 @@ class Update:
         self._failure = error
 
     def _run_now(self) -> None:
-        files = self._runtime.file_update
-        self._gradients.prepare_update(widens=not self.folds and files is None)
-        if files is not None:
-            self._update_files(files)
+        self._gradients.prepare_update(widens=not (self.folds or self._files.is_used))
+        if self._files.is_used:
+            self._update_files()
         buckets, sends_early = [b for b in self._runtime.buckets if b.is_trainable], self._bucketwise.are_sent_early
         update = self._update_and_send if sends_early else self._update
         if self._is_on_host:
@@ -156,9 +155,9 @@ class Update:
             self.fail(error)
             raise
 
-    def _update_files(self, files: FileUpdate) -> None:
+    def _update_files(self) -> None:
         """Update masters, moments and parameters in files: on all ranks, or on none."""
-        runtime = self._runtime
+        runtime, files = self._runtime, self._files
 
         def run() -> None:
             files.run(self._gradients.factor.item(), all_buckets=runtime.is_inexact)
@@ -173,7 +172,7 @@ class Update:
                 self.fail(error)
                 raise
             try:  # the failed run has overwritten parameters: give them the old masters' values again
-                runtime.write_back([b for b in runtime.buckets if runtime.is_in_files(b)], changed=set(), params=())
+                runtime.write_back([b for b in runtime.buckets if b.states.is_in_files], changed=set(), params=())
             except Exception as other:
                 self.fail(other)
             raise
@@ -189,7 +188,7 @@ class Update:
 
     def _update(self) -> None:
         """Update what is in memory."""
-        if self._runtime.file_update is None and not self.folds:
+        if not (self.folds or self._files.is_used):
             self._inner.step()
         else:
             step_pieces(self._inner, self._pieces, self._gradients.factor.item())

@@ -19,6 +19,7 @@ from zero._storage.file_shard import FileShard, file_nbytes
 from zero._storage.file_store import FileStore, StoredFile
 from zero._storage.host_memory import CopyStream
 from zero._storage.poison import placeholder
+from zero._storage.runtime_part import RuntimePart
 from zero._storage.shard_storage import KIND, HostShard, InMemoryShard, QuantizedShard, ShardStorage
 from zero._storage.staging_buffers import PageRange, StagingBuffers
 from zero._storage.tier_settings import FileSettings, ParameterTier, Tier, Tiers
@@ -43,7 +44,7 @@ class ShardPlan(NamedTuple):
     """Whether it is stored as INT8, in memory."""
 
 
-class ParameterStorage:
+class ParameterStorage(RuntimePart):
     """The storage of a model's shards on this rank.
 
     Args:
@@ -51,14 +52,23 @@ class ParameterStorage:
         device: Where the parameters are used.
         topology: The ranks.
         plans: The offloaded shards, by bucket.
+        total_numel: Elements of all shards.
 
     Raises:
         OSError: On every rank: the folder is missing or read-only, or there is not enough space; with path, errno,
             bytes needed and free.
     """
 
-    def __init__(self, tiers: Tiers, device: torch.device, topology: Topology, plans: Mapping[int, ShardPlan]) -> None:
-        self._tiers, self._device, self._topology = tiers, device, topology
+    def __init__(
+        self,
+        tiers: Tiers,
+        device: torch.device,
+        topology: Topology,
+        plans: Mapping[int, ShardPlan],
+        *,
+        total_numel: int = 0,
+    ) -> None:
+        self._tiers, self._device, self._topology, self._total_numel = tiers, device, topology, total_numel
         self._copies = CopyStream(device)
         self._host = HostBuffers(pins_memory=tiers.pins_memory)
         self._plans = {index: plan for index, plan in plans.items() if plan.numel}
@@ -130,9 +140,9 @@ class ParameterStorage:
         if self._staging is not None:
             self._staging.read_ahead(_parts(upcoming))
 
-    def described(self, total_numel: int) -> tuple[str, ...]:
-        """The tiers of ``total_numel`` elements of shards, for ``optimizer.effective``; empty if none."""
-        tier = self._tiers.parameters
+    def described(self) -> tuple[str, ...]:
+        """The tiers of all shards; empty if they are on the device."""
+        tier, total_numel = self._tiers.parameters, self._total_numel
         if tier.tier is Tier.DEVICE:
             return ()
         in_files = sum(self._plans[index].numel for index in self._in_files)
@@ -172,10 +182,8 @@ class ParameterStorage:
             self._staging.flush()
             self._staging.raise_error()
 
-    @property
-    def staging_nbytes(self) -> int:
-        """Bytes of the staging buffers."""
-        return 0 if self._staging is None else self._staging.nbytes
+    def held(self) -> dict[str, int]:
+        return {"parameters on their way": 0 if self._staging is None else self._staging.nbytes}
 
     def close(self) -> None:
         """Remove the files, and the shards in them."""

@@ -13,7 +13,7 @@ from zero._config.parse import Configuration, Source, parse, read_source
 from zero._config.resolved import to_dtype
 from zero._config.sections import Config
 from zero._modes import MODES
-from zero._optim.state_files import LARGEST_NUMEL
+from zero._optim.sub_groups import LARGEST_NUMEL
 from zero._sharding.layout import BucketLayout
 from zero._sharding.units import find_units
 from zero._storage.parameter_storage import LEAST_AHEAD_NBYTES

@@ -1,0 +1,47 @@
+"""Sub-groups: runs of a bucket's master, each a few pages of a file, that are read, updated and written one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from zero._sharding.bucket import Bucket
+
+PAGE = 4096
+LARGEST_NUMEL = 2**22
+"""Larger sub-groups need more memory and overlap no better."""
+
+
+@dataclass(slots=True, eq=False)
+class SubGroup:
+    """Elements ``[start, stop)`` of a bucket's master."""
+
+    bucket: Bucket
+    start: int
+    stop: int
+    masters_at: int = 0
+    """The offset of its extents in the file of masters."""
+    moments_at: int = 0
+    is_second: bool = False
+    """Whether the second of its two extents is valid."""
+    has_moments: bool = False
+    """Whether its moments were ever written."""
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+
+def split(bucket: Bucket, largest: int) -> Iterator[SubGroup]:
+    """``bucket`` in equal sub-groups of at most ``largest`` elements: multiples of 256, as its shard is."""
+    numel = bucket.layout.shard_numel
+    blocks = -(-numel // 256)
+    parts = -(-blocks // max(min(largest, LARGEST_NUMEL) // 256, 1)) or 1
+    step = max(-(-blocks // parts), 1) * 256
+    for start in range(0, numel, step):
+        yield SubGroup(bucket, start, min(start + step, numel))
+
+
+def pages(nbytes: int) -> int:
+    """``nbytes`` rounded up to whole pages."""
+    return -(-nbytes // PAGE) * PAGE
