@@ -1,6 +1,7 @@
 """Reduced gradients in files: bytes moved and held, norms and edits, and failing reads and writes."""
 
-# covers zero/_optim/gradient_files.py zero/_optim/state_files.py zero/_storage/host_gradient.py
+# covers zero/_optim/gradient_files.py zero/_optim/state_files.py zero/_optim/sub_groups.py
+# covers zero/_storage/host_gradient.py zero/_storage/state_storage.py
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """zero.Init with shards in files: the same values, no memory, and no files once the optimizer has adopted them."""
 
-# covers zero/_model/init.py zero/_model/init_shards.py zero/_runtime/memory_report.py zero/engine.py
+# covers zero/_model/init.py zero/_model/init_shards.py zero/_runtime/memory_report.py
+# covers zero/_storage/runtime_part.py zero/engine.py
 
 from __future__ import annotations
 
