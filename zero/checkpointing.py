@@ -20,6 +20,7 @@ import torch.utils.checkpoint as torch_checkpoint
 from torch import nn
 
 from zcomm import ConfigError
+from zcomm._base.rank_context import PerRank
 from zero._activations import scope
 from zero._activations.activation_settings import ActivationSettings
 from zero._activations.checkpointed_call import CheckpointedCall
@@ -84,7 +85,7 @@ class _Configured:
             self._checkpointer.reset()
 
 
-_CONFIGURED = _Configured()
+_CONFIGURED = PerRank(_Configured)
 
 
 def checkpoint(function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
@@ -111,7 +112,7 @@ def checkpoint(function: Callable[..., Result], *args: Any, **kwargs: Any) -> Re
     if kwargs.pop("use_reentrant", False):
         raise ConfigError("zero.checkpoint has use_reentrant=False: call torch.utils.checkpoint.checkpoint for True")
     options = {name: kwargs.pop(name) for name in OPTIONS & kwargs.keys()}
-    checkpointer = scope.current() or _CONFIGURED.checkpointer
+    checkpointer = scope.current() or _CONFIGURED().checkpointer
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
     # Only ``call`` may hold the inputs from here: references in this frame would keep them in memory until it returns.
@@ -160,18 +161,18 @@ def configure(
         ActivationSettings() if deepspeed_config is None else activations_of(read_source(deepspeed_config).values)
     )
     settings = replace(settings, **{name: value for name, value in given.items() if value is not None})
-    _CONFIGURED.change(settings, mpu_)
-    _CONFIGURED.is_configured = True
+    _CONFIGURED().change(settings, mpu_)
+    _CONFIGURED().is_configured = True
 
 
 def is_configured() -> bool:
     """Whether :func:`configure` was called."""
-    return _CONFIGURED.is_configured
+    return _CONFIGURED().is_configured
 
 
 def reset() -> None:
     """Free the contiguous buffer, for example before an evaluation; the next step allocates another."""
-    _CONFIGURED.reset()
+    _CONFIGURED().reset()
 
 
 def memory(model: nn.Module | None = None) -> ActivationMemory:
@@ -180,17 +181,17 @@ def memory(model: nn.Module | None = None) -> ActivationMemory:
     Raises:
         StateError: ``model`` has no configuration of activation checkpointing.
     """
-    return (_CONFIGURED.checkpointer if model is None else checkpointer_of(model)).memory()
+    return (_CONFIGURED().checkpointer if model is None else checkpointer_of(model)).memory()
 
 
 def partition_activations_in_checkpoint(partition_activation: bool) -> None:  # noqa: FBT001  (DeepSpeed's signature)
     """Change ``partition_activations`` alone."""
-    _CONFIGURED.change(replace(_CONFIGURED.settings, partitions=partition_activation), _CONFIGURED.mpu)
+    _CONFIGURED().change(replace(_CONFIGURED().settings, partitions=partition_activation), _CONFIGURED().mpu)
 
 
 def set_num_layers(nlayers: int) -> None:
     """Change ``number_checkpoints`` alone."""
-    _CONFIGURED.change(replace(_CONFIGURED.settings, num_checkpoints=nlayers), _CONFIGURED.mpu)
+    _CONFIGURED().change(replace(_CONFIGURED().settings, num_checkpoints=nlayers), _CONFIGURED().mpu)
 
 
 def get_cuda_rng_tracker() -> RandomStates:
@@ -212,5 +213,5 @@ def model_parallel_reconfigure_tp_seed(seed: int) -> None:
 
 
 def _tensor_rank() -> int:
-    group = tensor_parallel_group(_CONFIGURED.mpu)
+    group = tensor_parallel_group(_CONFIGURED().mpu)
     return 0 if group is None else dist.get_rank(group)

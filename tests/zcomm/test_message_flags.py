@@ -31,7 +31,8 @@ class Gpu:
         monkeypatch.setattr(MessageFlag, "on_device", staticmethod(lambda _: nullcontext()))
         monkeypatch.setattr(MessageFlag, "new_event", staticmethod(lambda: self))
         monkeypatch.setattr(MessageFlag, "clock", staticmethod(lambda: self.now_s))
-        monkeypatch.setattr(message_flags, "_FLAGS", {})
+        flags: dict[torch.device, MessageFlag] = {}
+        monkeypatch.setattr(message_flags, "_FLAGS", lambda: flags)
 
     def record(self) -> None:
         assert not self.captures, "a copy and an event in the graph"

@@ -57,7 +57,7 @@ def sample(step: int, folder: Path) -> Sample:
         len(os.listdir("/proc/self/fd")),  # noqa: PTH208
         sum(map(_is_ours, Path("/proc/self/task").iterdir())),
         max(len(dist.distributed_c10d._world.pg_map), len(dist.distributed_c10d._world.pg_names)),
-        sum(map(_num_groups, list(topology._BY_KEY.values()))) + len(backend._LOGS),
+        sum(map(_num_groups, list(topology._BY_KEY().values()))) + len(backend._LOGS),
         sum(path.is_file() for path in folder.rglob("*")),
     )
     dist.barrier()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any, Protocol
+
+from zcomm._base.rank_context import clock
 
 POLL_S = 0.0002
 """How often :func:`ends_within` asks a Work of torch.distributed, which cannot be waited for with a timeout."""
@@ -24,9 +25,9 @@ def ends_within(pending: Pending, seconds: float) -> bool:
     own = getattr(pending, "ends_within", None)
     if own is not None:
         return bool(own(seconds))
-    end = time.monotonic() + seconds
+    end = clock().monotonic() + seconds
     while not pending.is_completed():
-        if time.monotonic() >= end:
+        if clock().monotonic() >= end:
             return False
-        time.sleep(POLL_S)
+        clock().sleep(POLL_S)
     return True

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zcomm._base.rank_context import PerRank, clock
 from zcomm.errors import MessageError, StateError
 
 CHECK_INTERVAL_S = 0.1
@@ -93,7 +94,7 @@ class MessageFlag:
         while not self._finish_check():
             if self.clock() >= end:
                 return False
-            time.sleep(POLL_S)
+            clock().sleep(POLL_S)
         return True
 
     def _finish_check(self) -> bool:
@@ -113,7 +114,7 @@ class MessageFlag:
         )
 
 
-_FLAGS: dict[torch.device, MessageFlag] = {}
+_FLAGS = PerRank(dict[torch.device, MessageFlag])
 
 
 def flag_of(device: torch.device) -> MessageFlag:
@@ -122,10 +123,10 @@ def flag_of(device: torch.device) -> MessageFlag:
     Raises:
         StateError: The first use is inside a graph capture.
     """
-    flag = _FLAGS.get(device)
-    if flag is None:
-        flag = _FLAGS[device] = MessageFlag(device)
-    return flag
+    flags = _FLAGS()
+    if device not in flags:
+        flags[device] = MessageFlag(device)
+    return flags[device]
 
 
 def check_all_flags(*, is_last: bool = False) -> None:
@@ -134,5 +135,5 @@ def check_all_flags(*, is_last: bool = False) -> None:
     Raises:
         MessageError: A message decoded before was of another layout.
     """
-    for flag in _FLAGS.values():
+    for flag in _FLAGS().values():
         flag._check(within_s=LAST_CHECK_TIMEOUT_S if is_last else 0.0)

@@ -10,8 +10,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ContextDecorator, contextmanager
+from functools import partial
 from itertools import count
 from typing import NamedTuple
+
+from zcomm._base.rank_context import PerRank
 
 
 class Context(NamedTuple):
@@ -34,8 +37,8 @@ class _ThreadContext(threading.local):
 
 
 _THREAD = _ThreadContext()
-_BOUNDARIES = count(1)
-_LAST_BOUNDARY = [0]
+_BOUNDARIES = PerRank(partial(count, 1))
+_LAST_BOUNDARY = PerRank(lambda: [0])
 """The number of starts and ends of outermost public calls so far; each invalidates what was noted before."""
 _ACTIVITIES: dict[int, tuple[int, Callable[[], str]]] = {}
 """By thread: the boundary after which it was noted, and what the thread is about to do."""
@@ -97,22 +100,22 @@ class public_call(ContextDecorator):  # noqa: N801  (a context manager)
     def __enter__(self) -> None:
         context = _THREAD.context
         if context.depth == 0:
-            _LAST_BOUNDARY[0] = next(_BOUNDARIES)
+            _LAST_BOUNDARY()[0] = next(_BOUNDARIES())
         _THREAD.context = context._replace(call=context.call or self._name, depth=context.depth + 1)
 
     def __exit__(self, *_: object) -> None:
         context = _THREAD.context
         if context.depth == 1:
-            _LAST_BOUNDARY[0] = next(_BOUNDARIES)
+            _LAST_BOUNDARY()[0] = next(_BOUNDARIES())
         _THREAD.context = context._replace(call=context.call if context.depth > 1 else "", depth=context.depth - 1)
 
 
 def note_activity(doing: Callable[[], str]) -> None:
     """Note what this thread is about to do. ``doing`` is evaluated only if a deadlock is found."""
-    _ACTIVITIES[threading.get_ident()] = _LAST_BOUNDARY[0], doing
+    _ACTIVITIES[threading.get_ident()] = _LAST_BOUNDARY()[0], doing
 
 
 def noted_activity(thread: int) -> str:
     """The valid note of ``thread``; empty if there is none."""
     boundary, doing = _ACTIVITIES.get(thread, (-1, str))
-    return doing() if boundary == _LAST_BOUNDARY[0] else ""
+    return doing() if boundary == _LAST_BOUNDARY()[0] else ""

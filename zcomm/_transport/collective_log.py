@@ -8,7 +8,6 @@ ranks and a remedy, or a DivergedError if the ranks made different calls.
 from __future__ import annotations
 
 import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +19,7 @@ from typing import Literal, NamedTuple
 import torch.distributed as dist
 
 from zcomm._base.pending import Pending, ends_within
+from zcomm._base.rank_context import clock
 from zcomm._transport.call_context import current_context
 from zcomm._transport.tagged_group import Group, ranks_of
 from zcomm.errors import CommunicationError, DivergedError
@@ -92,7 +92,7 @@ class LogEntry:
     bucket: str
     """As given to :func:`zcomm._transport.call_context.in_bucket`; empty outside of it."""
     started_at: float
-    """As of time.time()."""
+    """As of clock().time()."""
     state: State = "started"
     within: str = ""
     """The public call in which it was started, if it does not belong to one (:attr:`Context.within`)."""
@@ -136,7 +136,7 @@ class CollectiveLog:
                 self._last_caller = weakref.ref(caller)
             context = current_context()
             self._entries.append(
-                LogEntry(self.num_started, call, wire, context.bucket, time.time(), "started", context.within)
+                LogEntry(self.num_started, call, wire, context.bucket, clock().time(), "started", context.within)
             )
             return self.num_started
 

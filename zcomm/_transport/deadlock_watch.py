@@ -31,7 +31,6 @@ import json
 import logging
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -44,6 +43,7 @@ import torch.distributed as dist
 from zcomm._base import env
 from zcomm._base.daemon_threads import start_daemon
 from zcomm._base.pending import Pending
+from zcomm._base.rank_context import PerRank, clock
 from zcomm._transport import backend, call_context, stacks
 from zcomm._transport.backend import ALONE, Hop
 from zcomm._transport.collective_log import CollectiveCall, CollectiveLog
@@ -366,9 +366,9 @@ class DeadlockWatch:
         """Whether the stack of ``thread`` has not changed for ZCOMM_DIVERGED_AFTER_S seconds."""
         before, since = self._stuck_since.get(thread, (None, 0.0))
         if before != stack:
-            since = time.monotonic()
+            since = clock().monotonic()
             self._stuck_since[thread] = stack, since
-        return time.monotonic() - since >= float(env.value("ZCOMM_DIVERGED_AFTER_S"))
+        return clock().monotonic() - since >= float(env.value("ZCOMM_DIVERGED_AFTER_S"))
 
     def _report(self, report: tuple[int | str, dict[str, RankProgress]] | None) -> list[Any]:
         """The JSON of a report: whether there is a note of what the rank does, a description, and the progress."""
@@ -414,7 +414,7 @@ class DeadlockWatch:
         # All ranks must have marked their logs before any exchange completes: a rank that is woken earlier would use
         # the dummy values.
         while self._store.add(self._key("heard"), 0) < self._world_size:
-            time.sleep(0.02)
+            clock().sleep(0.02)
         abort_diverged_routes(hops, known, reason)
         works = [work for key, watched in hops.items() if key in known for work in start_missing(watched, known[key])]
         for one in self._topologies:
@@ -473,24 +473,25 @@ class _Watches:
         self.by_ranks: dict[tuple[int, ...], DeadlockWatch] = {}
 
 
-_CURRENT = _Watches()
+_CURRENT = PerRank(_Watches)
 
 
 def watch_of(topology: Watchable) -> DeadlockWatch:
     """The watch of the ranks of ``topology``, which it watches from now on. Collective at the first use."""
     store, ranks = dist.distributed_c10d._get_default_store(), topology.global_ranks
-    if _CURRENT.store is not store:
-        _CURRENT.store, _CURRENT.by_ranks = store, {}
-    if ranks not in _CURRENT.by_ranks:
+    current = _CURRENT()
+    if current.store is not store:
+        current.store, current.by_ranks = store, {}
+    if ranks not in current.by_ranks:
         group = topology.world.group
         assert group is not None, "a rank alone waits for nobody"
-        _CURRENT.by_ranks[ranks] = DeadlockWatch(ranks, topology.rank, group)
-    watch = _CURRENT.by_ranks[ranks]
+        current.by_ranks[ranks] = DeadlockWatch(ranks, topology.rank, group)
+    watch = current.by_ranks[ranks]
     watch.add(topology)
     return watch
 
 
 @atexit.register
 def _end_all() -> None:
-    for watch in _CURRENT.by_ranks.values():
+    for watch in _CURRENT().by_ranks.values():
         watch.end()

@@ -12,7 +12,6 @@ Invariants:
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -23,6 +22,7 @@ import torch
 from torch import Tensor
 
 from zcomm._base.pending import Pending
+from zcomm._base.rank_context import clock
 from zcomm._kernels import kernels
 from zcomm._transport.collective_log import CollectiveCall, CollectiveLog
 from zcomm._transport.nccl_library import is_emulated
@@ -215,12 +215,12 @@ class _HostStream:
 
     def _fail(self, number: int, error: CommunicationError) -> NoReturn:
         """Raise ``error``, or DivergedError if the ranks make different calls or some have left."""
-        log, end = self.queued.log, time.monotonic() + DEADLOCK_REPORT_S * self.queued.is_watched
+        log, end = self.queued.log, clock().monotonic() + DEADLOCK_REPORT_S * self.queued.is_watched
         with log.waiting(number, self.queued.ranks):
-            while time.monotonic() < end and log.last_broken < number:
+            while clock().monotonic() < end and log.last_broken < number:
                 if reason := log.departed():
                     raise DivergedError(reason) from error
-                time.sleep(0.1)
+                clock().sleep(0.1)
             raise error
 
 

@@ -5,9 +5,9 @@ It is always on and costs nothing more: the collective logs keep these exchanges
 
 from __future__ import annotations
 
-import time
 from typing import NamedTuple
 
+from zcomm._base.rank_context import clock
 from zcomm._transport.deadlock_watch import hops_of
 from zcomm._transport.topology import Topology
 
@@ -34,7 +34,7 @@ class Flight(NamedTuple):
 
 def flight_record(topology: Topology) -> list[Flight]:
     """The last 64 exchanges of each hop of ``topology``, oldest first. Not collective; thread-safe."""
-    now = time.time()
+    now = clock().time()
     flights = [
         Flight(
             tuple(watched.global_ranks), entry.number, entry.call.operation, entry.call.nbytes, entry.state,

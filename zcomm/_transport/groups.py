@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
+from zcomm._base.rank_context import PerRank, bound
 from zcomm._transport.backend import Hop, backend_of, gather_ints, timeout_of
 from zcomm._transport.collective_log import failing
 from zcomm._transport.tagged_group import is_open
@@ -145,10 +146,11 @@ def level_group_names(group: dist.ProcessGroup | None) -> None:
     empty ones, until every rank has the highest number that any rank has had.
     """
     names = dist.distributed_c10d._world.pg_names
-    wanted = max(gather_ints(max(len(names), *_counts_used), group))
+    wanted = max(gather_ints(max(len(names), *_counts_used()), group))
     while len(names) < wanted:
         _take_group_name()
-    _counts_used[:] = [wanted + 3]  # a topology makes at most 3 groups before the next leveling: no name is used twice
+    # A topology makes at most 3 groups before the next leveling: no name is used twice.
+    _counts_used()[:] = [wanted + 3]
 
 
 def is_member(group: dist.ProcessGroup | None, global_rank: int) -> bool:
@@ -182,7 +184,7 @@ def close_hop(hop: Hop) -> None:
         object.__setattr__(hop, "group", _ClosedGroup())
 
 
-_counts_used = [0]
+_counts_used = PerRank(lambda: [0])
 """Larger than every count in the names of this rank's groups."""
 
 
@@ -203,7 +205,7 @@ class Background:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="zcomm-background")
 
     def submit(self, function: Callable[[], T]) -> Future[T]:
-        return self._thread.submit(function)
+        return self._thread.submit(bound(function))
 
     def close(self) -> None:
         """Wait for everything submitted. Errors are raised by the futures."""

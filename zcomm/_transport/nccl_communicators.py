@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import atexit
 import json
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -28,6 +27,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from zcomm._base.pending import Pending
+from zcomm._base.rank_context import clock
 from zcomm._kernels import kernels
 from zcomm._transport import backend
 from zcomm._transport.backend import Hop
@@ -144,13 +144,13 @@ class CommunicatorCreation(NamedTuple):
 
     def read(self, store: Any, key: str) -> bytes:
         """The value of ``key`` once a rank has set it. Polls: a blocking get() would not see the watch's verdict."""
-        end, pause_s = time.monotonic() + store.timeout.total_seconds(), MIN_POLL_S
+        end, pause_s = clock().monotonic() + store.timeout.total_seconds(), MIN_POLL_S
         while not store.check([key]):
             if self.number <= self.queued.log.last_broken:
                 raise CommunicationError(f"{CREATION} was aborted")
-            if time.monotonic() > end:
+            if clock().monotonic() > end:
                 raise dist.DistStoreError(f"no rank has set {key!r} within {store.timeout.total_seconds():g} s")
-            time.sleep(pause_s)
+            clock().sleep(pause_s)
             pause_s = min(1.5 * pause_s, MAX_POLL_S)
         return bytes(store.get(key))
 

@@ -37,7 +37,6 @@ import hashlib
 import json
 import os
 import secrets
-import time
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -46,6 +45,7 @@ from weakref import WeakSet
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
+from zcomm._base.rank_context import PerRank, clock
 from zcomm._transport.collective_log import failing
 from zcomm.errors import CommunicationError
 
@@ -98,13 +98,13 @@ class _NamespaceAgreement:
         self._offered: list[str | None] = []
 
     def agree(self, timeout: timedelta) -> str:
-        begin, pause_s = time.monotonic(), MIN_POLL_S
+        begin, pause_s = clock().monotonic(), MIN_POLL_S
         self.publish_word()
         while not (outcome := self.poll()):
-            if time.monotonic() - begin > timeout.total_seconds():
+            if clock().monotonic() - begin > timeout.total_seconds():
                 outcome = self.give_up(timeout)
                 break
-            time.sleep(pause_s)
+            clock().sleep(pause_s)
             pause_s = min(1.5 * pause_s, MAX_POLL_S)
         if outcome != GO:
             raise CommunicationError(outcome)
@@ -207,17 +207,17 @@ class _StoreExchanges:
         return texts
 
     def _outcome(self, place: str, ranks: tuple[int, ...], keys: list[str], timeout: timedelta) -> str:
-        begin, pause_s = time.monotonic(), MIN_POLL_S
+        begin, pause_s = clock().monotonic(), MIN_POLL_S
         key, outcome = f"{place}/outcome", b""
         while not outcome:
             if self._client.check(keys):
                 outcome = self._client.compare_set(key, "", GO)
             elif self._client.check([key]):
                 outcome = self._client.get(key)
-            elif time.monotonic() - begin > timeout.total_seconds():
+            elif clock().monotonic() - begin > timeout.total_seconds():
                 outcome = self._client.compare_set(key, "", self._missing(ranks, keys, timeout))
             else:
-                time.sleep(pause_s)
+                clock().sleep(pause_s)
                 pause_s = min(1.5 * pause_s, MAX_POLL_S)
         return outcome.decode()
 
@@ -248,12 +248,13 @@ class _StoreExchanges:
         return [self._client.get(key) for key in keys]
 
 
-_CURRENT: list[_StoreExchanges] = []
+_CURRENT = PerRank(list[_StoreExchanges])
 """For the initialized process group; another one starts counting again."""
 
 
 def _store_exchanges() -> _StoreExchanges:
     store = dist.distributed_c10d._get_default_store()
-    if not _CURRENT or _CURRENT[0].store is not store:
-        _CURRENT[:] = [_StoreExchanges(store)]
-    return _CURRENT[0]
+    current = _CURRENT()
+    if not current or current[0].store is not store:
+        current[:] = [_StoreExchanges(store)]
+    return current[0]

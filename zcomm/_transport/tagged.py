@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from zcomm._base.daemon_threads import DaemonThread
+from zcomm._base.rank_context import PerRank
 from zcomm._transport.call_context import current_context
 from zcomm._transport.collective_log import CollectiveCall
 from zcomm._transport.tagged_group import Group
@@ -79,13 +80,13 @@ def exchange(
     them to the sender in a message, which would queue behind the bytes of the send; over 200 Mbit/s steps took 6 to 8 %
     longer.
     """
-    if _DROPPED:
-        _DROP_THREAD.run(_wait_for_dropped)
+    if _DROPPED():
+        _DROP_THREAD().run(_wait_for_dropped)
     if not current_context().overlaps or sum(part.nbytes for _, part in sends) < BACKGROUND_NBYTES:
         return TaggedExchange(_start(group, tag, receives, sends, own, is_local=is_local), (receives, sends))
     started = _BackgroundStart(partial(_start, group, tag, receives, sends, own, is_local=is_local))
     pending = TaggedExchange([started], (receives, sends))
-    _SEND_THREAD.run(started.start)
+    _SEND_THREAD().run(started.start)
     return pending
 
 
@@ -131,14 +132,17 @@ class _BackgroundStart:
 
 # Threads of their own: a wait blocks until other ranks have sent, and these may need this rank's next send first; and
 # an exchange that was dropped because it failed may never be complete.
-_SEND_THREAD, _WAIT_THREAD, _DROP_THREAD = (DaemonThread(f"zcomm-{does}") for does in ("send", "wait", "drop"))
-_DROPPED: deque[tuple[list[Any], Any]] = deque()
+_SEND_THREAD, _WAIT_THREAD, _DROP_THREAD = (
+    PerRank(partial(DaemonThread, f"zcomm-{does}")) for does in ("send", "wait", "drop")
+)
+_DROPPED = PerRank(deque[tuple[list[Any], Any]])
 """Works and tensors of exchanges that were dropped before they were complete: gloo still writes to the tensors."""
 
 
 def _wait_for_dropped() -> None:
-    while _DROPPED:
-        works, _tensors = _DROPPED.popleft()
+    dropped = _DROPPED()
+    while dropped:
+        works, _tensors = dropped.popleft()
         with suppress(Exception):  # the process group may be destroyed
             while works:
                 works.pop(0).wait()
@@ -148,7 +152,7 @@ class TaggedExchange:
     """Several sends and receives as one. Dropped before they are complete, they are kept until then."""
 
     def __init__(self, works: Sequence[Any], tensors: Any = ()) -> None:
-        self._works, self._tensors = list(works), tensors
+        self._works, self._tensors, self._dropped = list(works), tensors, _DROPPED()
         self._lock = threading.Lock()
         self._is_complete = not self._works
         self._error: BaseException | None = None
@@ -158,7 +162,7 @@ class TaggedExchange:
         # No wait here: a garbage collection may drop this while the thread holds any lock, and before it has sent what
         # the other ranks need.
         if self._works:
-            _DROPPED.append((self._works, self._tensors))
+            self._dropped.append((self._works, self._tensors))
 
     def wait(self) -> None:
         """Block until it is complete. Raises the same error each time."""
@@ -188,7 +192,7 @@ class TaggedExchange:
             return True
         if self._completed is None:
             self._completed = threading.Event()
-            _WAIT_THREAD.run(partial(self._wait, self._completed))
+            _WAIT_THREAD().run(partial(self._wait, self._completed))
         return self._completed.wait(seconds)
 
     def _wait(self, ended: threading.Event) -> None:

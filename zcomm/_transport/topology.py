@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zcomm._base import env
 from zcomm._base.arguments import as_count, check_process_group
+from zcomm._base.rank_context import PerRank
 from zcomm._kernels.message_flags import check_all_flags
 from zcomm._transport import environment_check, groups
 from zcomm._transport.backend import (
@@ -53,8 +54,8 @@ from zcomm.errors import ConfigError, StateError, TopologyError
 
 Numbering = Literal["rank", "local"]
 
-_BY_KEY: WeakValueDictionary[str, Topology] = WeakValueDictionary()
-_NUMBERS = itertools.count()
+_BY_KEY: PerRank[WeakValueDictionary[str, Topology]] = PerRank(WeakValueDictionary)
+_NUMBERS = PerRank(itertools.count)
 HOST = 2
 """The purpose of a shared group, besides a topology and its companion (0 and 1): host values of a job on NCCL."""
 SHARES_GROUPS = True
@@ -164,9 +165,9 @@ class Topology:
         """The formats of ``format="auto"``, once :mod:`zcomm._collectives.auto_format` has agreed on them."""
         self.uses_world = False
         """Whether collectives may run in one hop over all ranks although there are several nodes."""
-        self.key = f"topology-{next(_NUMBERS)}"
+        self.key = f"topology-{next(_NUMBERS())}"
         """Its name in this process: compiled code cannot hold the object."""
-        _BY_KEY[self.key] = self
+        _BY_KEY()[self.key] = self
 
     @staticmethod
     def of_key(key: str) -> Topology:
@@ -175,7 +176,7 @@ class Topology:
         Raises:
             StateError: It has been collected.
         """
-        topology = _BY_KEY.get(key)
+        topology = _BY_KEY().get(key)
         if topology is None:
             raise StateError(f"the Topology {key!r} of a compiled function is gone: keep it as long as the function")
         return topology

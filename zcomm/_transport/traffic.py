@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
+
+from zcomm._base.rank_context import PerRank
 
 
 class TrafficKey(NamedTuple):
@@ -85,9 +88,12 @@ class Window(Generic[K]):
         return sum(chosen)
 
 
-_COUNTER = TrafficCounter(TrafficKey)
-record = _COUNTER.add
-"""``record(key, num_messages, numel, nbytes)``: count messages of ``numel`` elements and ``nbytes`` bytes each."""
+_COUNTER = PerRank(partial(TrafficCounter, TrafficKey))
+
+
+def record(key: tuple[str, ...], num_messages: int, numel: int, nbytes: int) -> None:
+    """Count messages of ``numel`` elements and ``nbytes`` bytes each."""
+    _COUNTER().add(key, num_messages, numel, nbytes)
 
 
 class Traffic:
@@ -98,7 +104,7 @@ class Traffic:
     """
 
     def __init__(self) -> None:
-        self._window = Window(_COUNTER)
+        self._window = Window(_COUNTER())
 
     @property
     def counts(self) -> dict[TrafficKey, Count]:

@@ -19,7 +19,6 @@ Invariants:
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Protocol
@@ -28,6 +27,7 @@ import torch
 from torch import Tensor
 
 from zcomm import DivergedError, StateError, Topology, Work, all_gather_single, control
+from zcomm._base.rank_context import clock
 from zcomm._transport.call_context import outside_public_call
 from zero._gradients.accumulation import Accumulation
 from zero._gradients.bucket_gradients import BucketGrads, InFlight
@@ -56,13 +56,13 @@ class ReductionWait:
 
     def completes(self, works: Sequence[Work]) -> bool:
         """Whether ``works`` complete within the limit. After a first timeout it does not wait any more."""
-        started = time.perf_counter()
+        started = clock().monotonic()
         limit_s = 0.0 if self._has_timed_out else max(MIN_WAIT_S, 10 * self._longest_s)
         for work in works:
-            if not work.completes_within(max(started + limit_s - time.perf_counter(), 0.0)):
+            if not work.completes_within(max(started + limit_s - clock().monotonic(), 0.0)):
                 self._time_out(limit_s)
                 return False
-        self._longest_s = max(self._longest_s, time.perf_counter() - started)
+        self._longest_s = max(self._longest_s, clock().monotonic() - started)
         return True
 
     def _time_out(self, after_s: float) -> None:

@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zcomm import Topology
+from zcomm._base.rank_context import bound
 from zero._optim.cpu_optimizer_base import CPUOptimizer
 from zero._optim.file_update import FileUpdate
 from zero._optim.masters import MasterPiece
@@ -190,7 +191,7 @@ class DelayedUpdate(RuntimePart):
             memory = self._memory[bucket]
             bucket.staged = memory[-1] if self._finished.get(bucket) is memory[0] else memory[0]
         self._job = job
-        self._future = self._thread.submit(job.run)
+        self._future = self._thread.submit(bound(job.run))
 
     def finish(self) -> None:
         """Wait for the update, if there is one. Collective then.
@@ -202,7 +203,7 @@ class DelayedUpdate(RuntimePart):
         job = self._job
         if job is None:
             return
-        future, self._future = self._future or self._thread.submit(job.run), None
+        future, self._future = self._future or self._thread.submit(bound(job.run)), None
         try:
             # The ranks agree before any of them commits: otherwise an error on one would leave masters of two steps.
             on_every_rank(future.result, self._topology)

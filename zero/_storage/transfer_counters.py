@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
+from zcomm._base.rank_context import PerRank
 from zcomm._transport.traffic import Count, TrafficCounter, Window
 
 LINKS = ("to_host", "to_device", "read", "write")
@@ -19,13 +21,13 @@ class TransferKey(NamedTuple):
     """One of :data:`LINKS`."""
 
 
-_COUNTER = TrafficCounter(TransferKey)
+_COUNTER = PerRank(partial(TrafficCounter, TransferKey))
 
 
 def record(kind: str, link: str, nbytes: int) -> None:
     """Count one transfer of ``nbytes``."""
     assert link in LINKS, f"{link=}"
-    _COUNTER.add((kind, link), 1, 0, nbytes)
+    _COUNTER().add((kind, link), 1, 0, nbytes)
 
 
 class TransferCounts:
@@ -35,7 +37,7 @@ class TransferCounts:
     """
 
     def __init__(self) -> None:
-        self._window = Window(_COUNTER)
+        self._window = Window(_COUNTER())
 
     @property
     def counts(self) -> dict[TransferKey, Count]:
