@@ -461,7 +461,8 @@ class Gatherer(RuntimePart):
         buckets = list(buckets)
         changed = [param for bucket in buckets for param in bucket.params] if params is None else list(params)
         bump_versions(changed)
-        mark_views_stale(self._pool, buckets if params is None else {_bucket_of(param) for param in changed})
+        if self._pool.viewed():
+            mark_views_stale(self._pool, buckets if params is None else {_bucket_of(param) for param in changed})
         if self._is_active:
             self._drop_idle(buckets)
         for bucket in buckets:

@@ -347,6 +347,8 @@ class Hooks(RuntimePart):
             self._gatherer.release_if_unneeded(bucket, may_keep=output is not None)
 
     def _start_backward(self) -> None:
+        if self._backward is not None and self._backward() is not None and not self._forwards:
+            return  # it is running: every gradient comes here
         self.recover()
         if self._backward is None:
             running = RunningBackward()

@@ -44,6 +44,8 @@ class BucketGrads:
     repeated: dict[int, Tensor] = field(default_factory=dict)
     """By parameter, sums in ``dtype`` of several gradients that are not reduced yet, where ``full`` has a narrower
     dtype; and of gradients that arrived while an exchange reads ``full``."""
+    num_in_flight: int = 0
+    """Reductions of it that are not finished."""
     has_result: bool = False
     is_gathered: bool = True
     """Stage 0: whether the other ranks' shards are in ``full``, too."""

@@ -100,8 +100,8 @@ class GradAttributes:
                     f"param.grad of {one.name!r} was set to a stand-in for a gradient of {one.grad.zero_name!r}, which "
                     "was dropped or has changed: set it to a tensor, such as zero.utils.safe_get_full_grad(param)"
                 )
-            if one.grad is not None:
-                check_dense(one.grad, one.name)
+            if one.grad is not None and one.grad.layout is not torch.strided:
+                raise not_dense(one.grad, one.name)
         return found
 
     @contextmanager
@@ -129,10 +129,9 @@ class GradAttributes:
         return self._edits
 
 
-def check_dense(grad: Tensor, name: str) -> None:
-    """Raise LayoutError for a sparse gradient of parameter ``name``."""
-    if grad.layout is not torch.strided:
-        raise LayoutError(f"gradients must be dense: the gradient of {name!r} is {grad.layout}; use sparse=False")
+def not_dense(grad: Tensor, name: str) -> LayoutError:
+    """The error for a sparse gradient of parameter ``name``."""
+    return LayoutError(f"gradients must be dense: the gradient of {name!r} is {grad.layout}; use sparse=False")
 
 
 def _is_moved(grads: BucketGrads, slot: int, grad: Tensor) -> bool:

@@ -32,7 +32,7 @@ from zcomm._transport.call_context import outside_public_call
 from zero._gradients.accumulation import Accumulation
 from zero._gradients.bucket_gradients import BucketGrads, InFlight
 from zero._gradients.bucket_reduce_scatter import GradientReduceScatter
-from zero._gradients.grad_attribute import GradAttributes, check_dense
+from zero._gradients.grad_attribute import GradAttributes, not_dense
 from zero._gradients.step_consistency import OTHER_GATHERS, StepFacts
 from zero._sharding.bucket import Bucket, master_dtype
 from zero._sharding.buffer_pool import BufferPool
@@ -182,26 +182,23 @@ class Reducer(RuntimePart):
             grads.arrived.clear()
         self.shown.hide()
 
-    @in_phase("reduce")
     def take_gradient(self, grads: BucketGrads, slot: int) -> None:
         """Take the ``.grad`` that autograd has set for parameter number ``slot``, and reduce complete buckets."""
         param = grads.bucket.params[slot]
         grad = param.grad
         if grad is None:
             return
-        check_dense(grad, grads.bucket.layout.slots[slot].name)
-        if not self._stage.shards_gradients and self._is_in_flight(grads):
+        if grad.layout is not torch.strided:
+            raise not_dense(grad, grads.bucket.layout.slots[slot].name)
+        if grads.num_in_flight and not self._stage.shards_gradients:
             # The exchange in flight reads the buffer, so adding to it would send a mix. Waiting for it could deadlock:
             # another rank may join it only at the end of its backward (G3).
             grads.defer(slot, grad)
         else:
             grads.put(slot, grad, self._writable(grads))
         param.grad = None
-        if self.reduces_now:
+        if self.reduces_now and len(grads.arrived) == len(grads.bucket.params):
             self._issue_complete()
-
-    def _is_in_flight(self, grads: BucketGrads) -> bool:
-        return any(flight.grads is grads for flight in self._in_flight)
 
     def _writable(self, grads: BucketGrads) -> Tensor:
         if self._stage.shards_gradients:
@@ -214,12 +211,14 @@ class Reducer(RuntimePart):
                 room = self._largest if self._largest <= SIMILAR_SIZE * numel else numel
                 grads.full = self._pool.take(room, dtype)[:numel]
             return grads.full
-        self._finish([flight for flight in self._in_flight if flight.grads is grads])
+        if grads.num_in_flight:
+            self._finish([flight for flight in self._in_flight if flight.grads is grads])
         if grads.has_result and not any(grads.written):
             grads.has_result = not grads.store.set_aside()
         assert grads.full is not None, "stages 0 and 1 keep the full gradient buffer"
         return grads.full
 
+    @in_phase("reduce")
     def _issue_complete(self) -> None:
         """Reduce buckets whose gradients have all arrived, but only in the fixed order (G1)."""
         while self._cursor < len(self._order):
@@ -311,7 +310,7 @@ class Reducer(RuntimePart):
         output = None
         if self._reaches_all_nodes:
             # A second exchange of the bucket needs an output of its own: the first may still write to the result.
-            output = grads.store.target(is_first=not grads.has_result and not self._is_in_flight(grads))
+            output = grads.store.target(is_first=not grads.has_result and not grads.num_in_flight)
             output = grads.rows if output is None and not grads.store.is_on_device else output
         if self._reaches_all_nodes and output is None:
             output = self._pool.take(layout.shard_numel, grads.dtype)  # added to the sum, or offloaded, when complete
@@ -321,6 +320,7 @@ class Reducer(RuntimePart):
         grads.written = [False] * len(grads.written)
         if self._stage.shards_gradients:
             grads.full = None
+        grads.num_in_flight += 1
         self._in_flight.append(InFlight(grads, works, borrowed, output))
         if not self._settings.overlap_comm:
             self._limit_in_flight(1)
@@ -336,6 +336,7 @@ class Reducer(RuntimePart):
     def _finish(self, flights: list[InFlight]) -> None:
         for flight in flights:
             self._in_flight.remove(flight)
+            flight.grads.num_in_flight -= 1
             self._pool.reclaim(flight.works, *flight.borrowed)
             try:
                 if flight.output is not None:
@@ -395,7 +396,7 @@ class Reducer(RuntimePart):
             with suppress(DivergedError):
                 self._finish(self._in_flight[:1])
         for grads in self.all:
-            grads.has_result, grads.agreed = False, False
+            grads.has_result, grads.agreed, grads.num_in_flight = False, False, 0
             grads.arrived.clear()
             grads.repeated.clear()
             self.reduction.roll_back(grads)

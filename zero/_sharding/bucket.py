@@ -103,8 +103,8 @@ def bump_versions(params: list[nn.Parameter]) -> None:
     """
     increment_version(params)
     for param in params:
-        if is_managed(param):
-            param.zero_shard.num_updates += 1  # type: ignore[attr-defined]
+        if (info := getattr(param, "zero_shard", None)) is not None:
+            info.num_updates += 1
 
 
 def num_writes(param: nn.Parameter) -> int:

@@ -185,15 +185,19 @@ class FinalGradients:
         A gradient in a file is represented by a stand-in.
         """
         with torch._C.DisableTorchFunctionSubclass():
+            results: dict[int, Tensor | None] = {}
             for piece in self._pieces:
-                grads = self.runtime.reducer.by_bucket[piece.bucket.index]
+                number, reducer = piece.bucket.index, self.runtime.reducer
+                grads = reducer.by_bucket[number]
                 if not grads.used[piece.slot] or piece.param.grad is None:
                     piece.master.grad = None
                     continue
                 if grads.store.is_in_file:
                     piece.master.grad = _in_file(piece)
                     continue
-                result = self.runtime.reducer.results(grads)
+                if number not in results:
+                    results[number] = reducer.results(grads)
+                result = results[number]
                 assert result is not None, "a used parameter without a gradient"
                 piece.master.grad = result[piece.start : piece.start + piece.master.numel()]
 
