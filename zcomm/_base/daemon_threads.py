@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from queue import SimpleQueue
 
-from zcomm._base.rank_context import bound
+from zcomm._base.rank_context import bound, threads
 
 END_S = 5.0
 """For all threads together. One may wait for a rank that never answers."""
@@ -25,7 +25,7 @@ _LOCK = threading.Lock()
 
 def start_daemon(target: Callable[[], None], name: str, end: Callable[[], object] = int) -> threading.Thread:
     """Start a daemon thread that runs ``target``; ``end``, called at exit, makes it return once it is idle."""
-    thread = threading.Thread(target=bound(target), name=name, daemon=True)
+    thread = threads().Thread(target=bound(target), name=name, daemon=True)
     with _LOCK:
         _THREADS[:] = [known for known in _THREADS if known[0].is_alive()]
         thread.start()
@@ -48,7 +48,7 @@ class DaemonThread:
 
     def __init__(self, name: str) -> None:
         self._name, self._lock, self._is_running = name, threading.Lock(), False
-        self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._calls: SimpleQueue[Callable[[], None] | None] = threads().SimpleQueue()
 
     def run(self, call: Callable[[], None]) -> None:
         with self._lock:

@@ -1,14 +1,20 @@
-"""What a rank keeps for the life of its process: its clock, and one value of every PerRank variable.
+"""What a rank keeps for the life of its process: its clock, its threads, and one value of every PerRank variable.
 
 A process is one rank. In a simulation several ranks share one: each runs :meth:`RankContext.inside` a context of its
 own, and the threads that the library starts there are in it, too. What is kept by process group, by thread or by tensor
 needs no such variable: those belong to one rank anyway.
+
+What may block comes from :func:`clock` and :func:`threads`, so that a simulation decides who runs next. A lock that is
+never held while something else is waited for may be an ordinary one.
 """
 
 from __future__ import annotations
 
+import queue
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
 from functools import partial
@@ -28,11 +34,22 @@ class Clock(Protocol):
     def sleep(self, seconds: float, /) -> None: ...
 
 
-class RankContext:
-    """The context of one rank. ``clock``: what its timeouts count by."""
+class Threads:
+    """The threads of a process, and what they wait for each other with."""
 
-    def __init__(self, clock: Clock = time) -> None:
-        self.clock = clock
+    Thread = threading.Thread
+    Event = threading.Event
+    Lock = threading.Lock
+    RLock = threading.RLock
+    SimpleQueue = queue.SimpleQueue
+    Executor = ThreadPoolExecutor
+
+
+class RankContext:
+    """The context of one rank: what its timeouts count by, and how its threads wait for each other."""
+
+    def __init__(self, clock: Clock = time, threads: type[Threads] = Threads) -> None:
+        self.clock, self.threads = clock, threads
         self.values: dict[object, Any] = {}
 
     @contextmanager
@@ -51,6 +68,11 @@ _CURRENT: ContextVar[RankContext] = ContextVar("rank", default=RankContext())  #
 def clock() -> Clock:
     """The clock of this rank."""
     return _CURRENT.get().clock
+
+
+def threads() -> type[Threads]:
+    """The threads of this rank."""
+    return _CURRENT.get().threads
 
 
 def bound(call: Callable[P, T]) -> Callable[P, T]:

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from zcomm._base.daemon_threads import DaemonThread, start_daemon
 from zcomm._base.pending import Pending
+from zcomm._base.rank_context import threads
 from zcomm._transport.tagged import Tags
 from zcomm._transport.tagged_group import Group, ranks_of
 from zcomm._transport.traffic import record
@@ -120,7 +121,7 @@ class _CheckedExchange:
     exchange: Checks | None
     sums: list[int]
     error: BaseException | None = None
-    done: threading.Event = field(default_factory=threading.Event)
+    done: threading.Event = field(default_factory=lambda: threads().Event())
 
     def wait(self) -> None:
         if self.exchange is not None and not self.exchange.ranks.takes_host_tensors:

@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple
 import torch.distributed as dist
 
 from zcomm._base.pending import Pending, ends_within
-from zcomm._base.rank_context import clock
+from zcomm._base.rank_context import clock, threads
 from zcomm._transport.call_context import current_context
 from zcomm._transport.tagged_group import Group, ranks_of
 from zcomm.errors import CommunicationError, DivergedError
@@ -124,7 +124,7 @@ class CollectiveLog:
         self.reason = ""
         self.departed: Callable[[], str] = str
         """Describes ranks that have left the topology; empty: none is known."""
-        self.missing_started = threading.Event()
+        self.missing_started = threads().Event()
         """Set once this rank has started its missing part of all broken exchanges."""
 
     def start(self, call: CollectiveCall, wire: str = "none") -> int:

@@ -43,7 +43,7 @@ import torch.distributed as dist
 from zcomm._base import env
 from zcomm._base.daemon_threads import start_daemon
 from zcomm._base.pending import Pending
-from zcomm._base.rank_context import PerRank, clock
+from zcomm._base.rank_context import PerRank, clock, threads
 from zcomm._transport import backend, call_context, stacks
 from zcomm._transport.backend import ALONE, Hop
 from zcomm._transport.collective_log import CollectiveCall, CollectiveLog
@@ -170,8 +170,8 @@ class DeadlockWatch:
         self._topologies: tuple[weakref.ref[Watchable], ...] = ()
         self._closed: dict[str, dict[str, Watched]] = {}
         """Hops of topologies that this rank has closed, by name of the topology and of the hop (D3)."""
-        self._lock = threading.Lock()
-        self._end = threading.Event()
+        self._lock = threads().Lock()
+        self._end = threads().Event()
         self.compose: Callable[[Sequence[str]], str] = _compose
         """Makes the error text from what each rank does, if all have noted it (:func:`call_context.note_activity`)."""
         self.period_s = PERIOD_S
@@ -204,7 +204,7 @@ class DeadlockWatch:
             is_first = not self._topologies
             self._topologies = (*self._alive(), weakref.ref(topology))
             if is_first:
-                self._end = threading.Event()
+                self._end = threads().Event()
                 # A weak reference: the thread must not keep the watch, and its store, alive.
                 start_daemon(partial(_serve, weakref.ref(self), self._end), "zcomm-watch", self._end.set)
 

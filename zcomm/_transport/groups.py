@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from zcomm._base.rank_context import PerRank, bound
+from zcomm._base.rank_context import PerRank, bound, threads
 from zcomm._transport.backend import Hop, backend_of, gather_ints, timeout_of
 from zcomm._transport.collective_log import failing
 from zcomm._transport.tagged_group import is_open
@@ -202,7 +202,7 @@ class Background:
         self.group = group
         self.last: Any = None
         """For the submitter: the work to wait for before it submits more."""
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="zcomm-background")
+        self._thread = threads().Executor(1, thread_name_prefix="zcomm-background")
 
     def submit(self, function: Callable[[], T]) -> Future[T]:
         return self._thread.submit(bound(function))

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from zcomm._base.daemon_threads import DaemonThread
-from zcomm._base.rank_context import PerRank
+from zcomm._base.rank_context import PerRank, threads
 from zcomm._transport.call_context import current_context
 from zcomm._transport.collective_log import CollectiveCall
 from zcomm._transport.tagged_group import Group
@@ -108,7 +108,7 @@ class _BackgroundStart:
         self._start: Callable[[], list[Any]] | None = start
         self._works: list[Any] = []
         self._error: BaseException | None = None
-        self._is_started = threading.Event()
+        self._is_started = threads().Event()
 
     def start(self) -> None:
         """Called once, by the background thread."""
@@ -153,7 +153,7 @@ class TaggedExchange:
 
     def __init__(self, works: Sequence[Any], tensors: Any = ()) -> None:
         self._works, self._tensors, self._dropped = list(works), tensors, _DROPPED()
-        self._lock = threading.Lock()
+        self._lock = threads().Lock()
         self._is_complete = not self._works
         self._error: BaseException | None = None
         self._completed: threading.Event | None = None
@@ -191,7 +191,7 @@ class TaggedExchange:
         if self._is_complete:
             return True
         if self._completed is None:
-            self._completed = threading.Event()
+            self._completed = threads().Event()
             _WAIT_THREAD().run(partial(self._wait, self._completed))
         return self._completed.wait(seconds)
 

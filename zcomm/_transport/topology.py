@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -23,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zcomm._base import env
 from zcomm._base.arguments import as_count, check_process_group
-from zcomm._base.rank_context import PerRank
+from zcomm._base.rank_context import PerRank, threads
 from zcomm._kernels.message_flags import check_all_flags
 from zcomm._transport import environment_check, groups
 from zcomm._transport.backend import (
@@ -155,7 +154,7 @@ class Topology:
 
     def _register(self) -> None:
         self.queue = WorkQueue()
-        self.turn = threading.RLock()
+        self.turn = threads().RLock()
         """Lock for threads that call collectives over this: their order must be the same on every rank."""
         self._communicators = Communicators(self.global_ranks if self.world_size > 1 else ())
         self._free_communicators = weakref.finalize(self, self._communicators.clear)

@@ -44,6 +44,7 @@ from torch import Tensor
 
 from zcomm._base.daemon_threads import start_daemon
 from zcomm._base.pending import Pending, ends_within
+from zcomm._base.rank_context import threads
 from zcomm._transport.call_context import Context, current_context, use_context
 from zcomm.errors import StateError
 
@@ -88,7 +89,7 @@ class Work:
         self._steps: Steps | None = steps
         self._pending: Pending | None = None
         self._error: BaseException | None = None
-        self._lock = threading.RLock()
+        self._lock = threads().RLock()
         self._event: torch.cuda.Event | None = None
         self._context = current_context()
 
@@ -162,7 +163,7 @@ class _QueuedCollective(Work):
     def __init__(self, steps: Steps, waits: set[int], on_end: OnEnd | None = None) -> None:
         super().__init__(steps)
         self._waits, self._on_end = waits, on_end
-        self.done = threading.Event()
+        self.done = threads().Event()
         self.thread: threading.Thread | None = None
 
     def drive(self) -> None:
@@ -214,7 +215,7 @@ class WorkQueue:
     """Collectives of one Topology, driven in order by one thread, which is started at the first submit."""
 
     def __init__(self) -> None:
-        self._queue: SimpleQueue[_QueuedCollective | None] = SimpleQueue()
+        self._queue: SimpleQueue[_QueuedCollective | None] = threads().SimpleQueue()
         self._thread: threading.Thread | None = None
         self._last: _QueuedCollective | None = None
         self._is_closed = False

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from threading import Lock, get_ident
+from threading import get_ident
 from types import FrameType
 from typing import Any
 from weakref import ReferenceType, ref
@@ -30,6 +30,7 @@ from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves
 
 from zcomm import StateError
+from zcomm._base.rank_context import threads
 from zcomm._transport.stacks import stacks_of
 from zero._gather.gatherer import Gatherer, IterationKind
 from zero._gather.saved_tensors import SavedTensors, SavingHooks
@@ -127,7 +128,7 @@ class Hooks(RuntimePart):
         self._unit_modules: set[nn.Module] = set()
         self._forwards: list[RunningForward] = []
         """Outermost first."""
-        self._entering = Lock()
+        self._entering = threads().Lock()
         self._mode = IterationKind.INFERENCE
         """The mode of the outermost running forward."""
         self._backward: ReferenceType[RunningBackward] | None = None

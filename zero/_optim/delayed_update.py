@@ -21,7 +21,7 @@ Source: "ZeRO-Offload: Democratizing Billion-Scale Model Training" (arXiv:2101.0
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zcomm import Topology
-from zcomm._base.rank_context import bound
+from zcomm._base.rank_context import bound, threads
 from zero._optim.cpu_optimizer_base import CPUOptimizer
 from zero._optim.file_update import FileUpdate
 from zero._optim.masters import MasterPiece
@@ -168,7 +168,7 @@ class DelayedUpdate(RuntimePart):
         self._future: Future[None] | None = None
         """None while there is a job: it has failed, and :meth:`finish` runs it again."""
         # One thread: updates must run in order.
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="zero-update")
+        self._thread = threads().Executor(1, thread_name_prefix="zero-update")
 
     @property
     def is_used(self) -> bool:
