@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from types import NoneType, UnionType
-from typing import Any, Union, get_args, get_origin
+from types import NoneType
+from typing import Any, get_origin
 
 from zero._config.key_support import CONDITIONS
-from zero._config.keys import Definition, definitions, own_keys, section_type, unread_names
+from zero._config.keys import Definition, definitions, options_of, own_keys, section_type, unread_names
 from zero._config.legacy import MOVED
 from zero._config.sections import Config
 
@@ -38,16 +38,12 @@ def _property(definition: Definition) -> dict[str, Any]:
     if nested is not None:
         return {**_object(nested), "description": definition.key.doc}
     facts = definition.key
-    options = [_type(option, definition) for option in _options(definition.kind)]
+    options = [_type(option, definition) for option in options_of(definition.kind)]
     found: dict[str, Any] = {"anyOf": [*options, {"const": "auto"}], "description": _description(definition)}
     default = definition.default
     return {**found, "default": list(default) if isinstance(default, tuple) else default} | (
         {"deprecated": True} if facts.inactive and not facts.active_if else {}
     )
-
-
-def _options(kind: Any) -> tuple[Any, ...]:
-    return get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
 
 
 def _type(kind: Any, definition: Definition) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from zero._config.keys import Definition, definitions, section_type
 from zero._config.parse import Configuration
 from zero._config.sections import Config
 from zero._config.value_types import shown
+from zero._config.zero_section import ZeroOptimization
 from zero.errors import NotAvailableError
 
 
@@ -26,16 +27,24 @@ def is_float16(config: Config) -> bool:
     return config.fp16.enabled or (autocast.enabled and autocast.dtype in ("fp16", "float16", "half"))
 
 
+def uses_nvme(config: Config) -> bool:
+    zero = config.zero_optimization
+    return "nvme" in (zero.offload_param.device, zero.offload_optimizer.device, config.zcomm.activations)
+
+
+def _zero(holds: Callable[[ZeroOptimization], bool], otherwise: str) -> Condition:
+    """A condition on ``zero_optimization`` alone."""
+    return Condition(lambda config: holds(config.zero_optimization), otherwise)
+
+
 CONDITIONS = {
-    "stage 1+": Condition(lambda c: c.zero_optimization.stage >= 1, "stage is 0"),
-    "stage 3": Condition(lambda c: c.zero_optimization.stage == 3, "stage is below 3"),
-    "stage 3, overlapped": Condition(
-        lambda c: c.zero_optimization.stage == 3 and c.zero_optimization.overlap_comm,
-        "stage is below 3, or overlap_comm is false",
+    "stage 1+": _zero(lambda z: z.stage >= 1, "stage is 0"),
+    "stage 3": _zero(lambda z: z.stage == 3, "stage is below 3"),
+    "stage 3, overlapped": _zero(
+        lambda z: z.stage == 3 and z.overlap_comm, "stage is below 3, or overlap_comm is false"
     ),
-    "hpZ": Condition(
-        lambda c: c.zero_optimization.stage == 3 and c.zero_optimization.zero_hpz_partition_size > 1,
-        "zero_hpz_partition_size is 1, or stage is below 3",
+    "hpZ": _zero(
+        lambda z: z.stage == 3 and z.zero_hpz_partition_size > 1, "zero_hpz_partition_size is 1, or stage is below 3"
     ),
     "fp16": Condition(lambda c: c.fp16.enabled, "fp16 is not enabled"),
     "float16": Condition(is_float16, "neither fp16 nor float16 autocast is enabled"),
@@ -49,17 +58,11 @@ CONDITIONS = {
         lambda c: c.zcomm.gradient_format is None and not c.zero_optimization.zero_quantized_gradients,
         "gradients have a wire format of their own",
     ),
-    "offload_param": Condition(
-        lambda c: c.zero_optimization.offload_param.device != "none", "offload_param.device is none"
-    ),
-    "offload_param nvme": Condition(
-        lambda c: c.zero_optimization.offload_param.device == "nvme", "offload_param.device is not nvme"
-    ),
-    "offload_optimizer": Condition(
-        lambda c: c.zero_optimization.offload_optimizer.device != "none", "offload_optimizer.device is none"
-    ),
-    "offload_optimizer nvme": Condition(
-        lambda c: c.zero_optimization.offload_optimizer.device == "nvme", "offload_optimizer.device is not nvme"
+    "offload_param": _zero(lambda z: z.offload_param.device != "none", "offload_param.device is none"),
+    "offload_param nvme": _zero(lambda z: z.offload_param.device == "nvme", "offload_param.device is not nvme"),
+    "offload_optimizer": _zero(lambda z: z.offload_optimizer.device != "none", "offload_optimizer.device is none"),
+    "offload_optimizer nvme": _zero(
+        lambda z: z.offload_optimizer.device == "nvme", "offload_optimizer.device is not nvme"
     ),
     "delta_hpz": Condition(lambda c: c.zcomm.mode == "delta_hpz", "zcomm.mode is not delta_hpz"),
     "delayed update": Condition(
@@ -71,17 +74,7 @@ CONDITIONS = {
         lambda c: c.activation_checkpointing.contiguous_memory_optimization, "contiguous_memory_optimization is false"
     ),
     "activations nvme": Condition(lambda c: c.zcomm.activations == "nvme", "zcomm.activations is not nvme"),
-    "nvme": Condition(
-        lambda c: (
-            "nvme"
-            in (
-                c.zero_optimization.offload_param.device,
-                c.zero_optimization.offload_optimizer.device,
-                c.zcomm.activations,
-            )
-        ),
-        "nothing is offloaded to nvme",
-    ),
+    "nvme": Condition(uses_nvme, "nothing is offloaded to nvme"),
 }
 
 

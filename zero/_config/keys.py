@@ -24,7 +24,7 @@ class ConfigKey:
 
     doc: str
     false: str = ""
-    """For a boolean: what ``false`` does here."""
+    """For a boolean: what ``false`` does here; "off" if the key does not say."""
     aliases: tuple[str, ...] = ()
     """Other names, accepted with a warning."""
     choices: tuple[Any, ...] = ()
@@ -47,10 +47,17 @@ class ConfigKey:
 
 def key(default: Any, doc: str, **facts: Any) -> Any:
     """A dataclass field that defines one key; ``facts`` are the fields of :class:`ConfigKey`."""
+    if isinstance(default, bool):
+        facts.setdefault("false", "off")
     metadata = {"key": ConfigKey(doc=doc, **facts)}
     if isinstance(default, (dict, list)):
         return dataclasses.field(default_factory=default.copy, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
+
+
+def ignored(default: bool, doc: str, why: str, **facts: Any) -> Any:  # noqa: FBT001
+    """A boolean key that is accepted and has no effect."""
+    return key(default, doc, false="the same as true", inactive=why, **facts)
 
 
 def section(kind: type, doc: str, **facts: Any) -> Any:
@@ -73,9 +80,14 @@ class Definition(NamedTuple):
         return self.path.rpartition(".")[2]
 
 
+def options_of(kind: Any) -> tuple[Any, ...]:
+    """The types in a union; ``kind`` alone if it is none."""
+    return get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+
+
 def section_type(kind: Any) -> type | None:
     """The dataclass of a section; None if ``kind`` is the type of a value."""
-    for option in get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,):
+    for option in options_of(kind):
         if option is not NoneType and is_dataclass(option):
             return option  # type: ignore[return-value]
     return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from zero._config.keys import key, section
+from zero._config.keys import ignored, key, section
 from zero._config.optimizer_options import OPTIMIZER_OPTIONS, SCHEDULER_OPTIONS
 from zero._config.setting_keys import WireSettings
 from zero._config.zero_section import ZeroOptimization
@@ -19,7 +19,7 @@ MONITORING_ONLY = "monitoring only; training is the same without it"
 class Fp16:
     """``fp16``."""
 
-    enabled: bool = key(False, "parameters and computation in float16, float32 masters", false="off")
+    enabled: bool = key(False, "parameters and computation in float16, float32 masters")
     auto_cast: bool = key(
         False, "the engine casts floating-point inputs to float16", false="inputs stay as they are", active_if="fp16"
     )
@@ -43,22 +43,20 @@ class Fp16:
         active_if="dynamic loss scale",
     )
     min_loss_scale: float = key(1.0, "the smallest loss scale", is_positive=True, active_if="dynamic loss scale")
-    fp16_master_weights_and_grads: bool = key(False, "no float32 masters", false="off", unavailable="16-bit masters")
+    fp16_master_weights_and_grads: bool = key(False, "no float32 masters", unavailable="16-bit masters")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bf16:
     """``bf16``."""
 
-    enabled: bool = key(False, "parameters and computation in bfloat16, float32 masters", false="off")
+    enabled: bool = key(False, "parameters and computation in bfloat16, float32 masters")
     check_grad_overflow: bool = key(
         True, "skip a step whose gradients have a NaN or an infinity", false="take the step", active_if="bf16"
     )
-    immediate_grad_update: bool = key(
-        False, "-", false="the same as true", inactive="gradients are always accumulated during backward"
-    )
-    bf16_master_weights_and_grads: bool = key(False, "no float32 masters", false="off", unavailable="16-bit masters")
-    bf16_optimizer_states: bool = key(False, "states in bfloat16", false="off", unavailable="16-bit states")
+    immediate_grad_update: bool = ignored(False, "-", "gradients are always accumulated during backward")
+    bf16_master_weights_and_grads: bool = key(False, "no float32 masters", unavailable="16-bit masters")
+    bf16_optimizer_states: bool = key(False, "states in bfloat16", unavailable="16-bit states")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +79,7 @@ class DataTypes:
 class TorchAutocast:
     """``torch_autocast``."""
 
-    enabled: bool = key(False, "run the engine's forward under torch.autocast", false="off")
+    enabled: bool = key(False, "run the engine's forward under torch.autocast")
     dtype: str = key("bfloat16", "the dtype of autocast", choices=DTYPES, active_if="torch_autocast")
     lower_precision_safe_modules: tuple[str, ...] = key((), "-", inactive="torch.autocast decides by operation")
 
@@ -92,7 +90,7 @@ class OptimizerChoice:
 
     type: str | None = key(None, "Adam (AdamW unless adam_w_mode is false), AdamW, SGD, or a name of torch.optim")
     params: dict[str, Any] = key({}, "the options of the optimizer", options=OPTIMIZER_OPTIONS)
-    legacy_fusion: bool = key(False, "-", false="the same as true", inactive="DeepSpeed's LAMB only")
+    legacy_fusion: bool = ignored(False, "-", "DeepSpeed's LAMB only")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,10 +122,8 @@ class ActivationCheckpointing:
         minimum=1,
         active_if="one buffer",
     )
-    synchronize_checkpoint_boundary: bool = key(
-        False, "synchronize the device before and after each function", false="off"
-    )
-    profile: bool = key(False, "log times after each backward", false="off")
+    synchronize_checkpoint_boundary: bool = key(False, "synchronize the device before and after each function")
+    profile: bool = key(False, "log times after each backward")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +137,7 @@ class Aio:
     overlap_events: bool = key(
         True, "collect completions while submitting", false="submit all, then collect", active_if="nvme"
     )
-    use_gds: bool = key(False, "GPUDirect storage", false="off", unavailable="GPUDirect storage")
+    use_gds: bool = key(False, "GPUDirect storage", unavailable="GPUDirect storage")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,7 +183,6 @@ class CommsLogger:
         False,
         "the engine's first rank prints what it has sent, by operation, format and link class: every steps_per_print "
         "steps, and in destroy()",
-        false="off",
     )
     verbose: bool = key(False, "print after each step, for it alone", false="see enabled", active_if="comms_logger")
     prof_all: bool = key(True, "print all operations", false="print those of prof_ops", active_if="comms_logger")
@@ -196,7 +191,7 @@ class CommsLogger:
         "operations to print unless prof_all: all_gather, reduce_scatter, all_reduce, all_to_all, control",
         active_if="comms_logger",
     )
-    debug: bool = key(False, "-", false="the same as true", inactive="DeepSpeed only: a log of callers")
+    debug: bool = ignored(False, "-", "DeepSpeed only: a log of callers")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,11 +222,8 @@ class Config:
     )
     optimizer: OptimizerChoice = section(OptimizerChoice, "the optimizer")
     scheduler: SchedulerChoice = section(SchedulerChoice, "the learning-rate schedule")
-    zero_allow_untested_optimizer: bool = key(
-        False,
-        "-",
-        false="the same as true",
-        inactive="every optimizer is tried at construction, and refused if it is not elementwise",
+    zero_allow_untested_optimizer: bool = ignored(
+        False, "-", "every optimizer is tried at construction, and refused if it is not elementwise"
     )
     zero_force_ds_cpu_optimizer: bool = key(
         True,
@@ -247,22 +239,20 @@ class Config:
         minimum=1,
         infinity_means_absent=True,
     )
-    wall_clock_breakdown: bool = key(False, "log the times of forward, backward, gather, reduce and step", false="off")
-    prescale_gradients: bool = key(
-        False, "divide gradients before the reduction", false="the same as true", inactive="sums are in float32"
-    )
+    wall_clock_breakdown: bool = key(False, "log the times of forward, backward, gather, reduce and step")
+    prescale_gradients: bool = ignored(False, "divide gradients before the reduction", "sums are in float32")
     gradient_predivide_factor: float = key(1.0, "-", inactive="sums are in float32")
     gradient_allreduce_op: str = key("mean", "mean over the ranks", choices=("mean", "sum"), unavailable="'sum'")
     dataloader_drop_last: bool = key(False, "drop an incomplete last batch", false="keep it")
     zcomm: Zcomm = section(Zcomm, "this library's own keys")
     checkpoint: dict[str, Any] = key({}, "checkpoints", inactive="DeepSpeed's checkpoint format only")
-    sparse_gradients: bool = key(False, "-", false="off", unavailable="sparse gradients")
-    disable_allgather: bool = key(False, "-", false="the same as true", inactive="parameters are always gathered")
-    disable_python_gc: bool = key(False, "-", false="the same as true", inactive="no call runs the garbage collector")
-    dump_state: bool = key(False, "initialize() prints the effective settings", false="off")
+    sparse_gradients: bool = key(False, "-", unavailable="sparse gradients")
+    disable_allgather: bool = ignored(False, "-", "parameters are always gathered")
+    disable_python_gc: bool = ignored(False, "-", "no call runs the garbage collector")
+    dump_state: bool = key(False, "initialize() prints the effective settings")
     log_level: str | None = key(None, "initialize() sets the logger 'zero' to this level", choices=LEVELS)
     memory_breakdown: bool = key(
-        False, "the engine prints the first rank's memory after each forward, backward and step", false="off"
+        False, "the engine prints the first rank's memory after each forward, backward and step"
     )
     comms_logger: CommsLogger = section(CommsLogger, "what is sent")
     flops_profiler: dict[str, Any] = key({}, "-", inactive=MONITORING_ONLY)

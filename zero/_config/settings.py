@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 
@@ -14,7 +13,7 @@ from zcomm._residuals.residual import check_damping
 from zcomm._transport.backend_choice import BackendName, BackendWish, KernelsName  # noqa: F401  (inherited fields)
 from zero._config.keys import key, own_keys
 from zero._config.setting_keys import StageSettings, WireSettings
-from zero._config.value_types import check_document, read_value
+from zero._config.value_types import check_document, nearest, read_value
 from zero._sharding.layout import ALIGN
 from zero._sharding.prefetch_plan import Limits
 from zero._sharding.stages import Stage, get_stage
@@ -86,8 +85,7 @@ def setting_name(key_name: str) -> str:
 
 def nearest_setting(name: str, others: Iterable[str] = ()) -> str:
     """`` (did you mean 'x'?)`` if ``name`` is close to a setting or to one of ``others``, else nothing."""
-    close = difflib.get_close_matches(name, [*others, *(field.name for field in fields(ZeroSettings))], n=1)
-    return f" (did you mean {close[0]!r}?)" if close else ""
+    return nearest(name, [*others, *(field.name for field in fields(ZeroSettings))])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

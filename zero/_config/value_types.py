@@ -13,11 +13,11 @@ import re
 import reprlib
 from collections.abc import Mapping, Sequence
 from numbers import Real
-from types import NoneType, UnionType
-from typing import Any, Union, get_args, get_origin
+from types import NoneType
+from typing import Any, get_args, get_origin
 
 from zcomm import ConfigError, Format
-from zero._config.keys import ConfigKey
+from zero._config.keys import ConfigKey, options_of
 
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 """Strings that were meant to be numbers; YAML parsers leave some."""
@@ -88,7 +88,7 @@ def _unquoted(value: Any) -> str:
 
 def type_name(kind: Any) -> str:
     words = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
-    return " or ".join(dict.fromkeys(words.get(o) or _container_name(o) for o in _options(kind) if o is not NoneType))
+    return " or ".join(dict.fromkeys(words.get(o) or _container_name(o) for o in options_of(kind) if o is not NoneType))
 
 
 def _container_name(kind: Any) -> str:
@@ -119,18 +119,14 @@ def closest(name: str, names: Any) -> str:
     return found[0] if found else ""
 
 
-def _options(kind: Any) -> tuple[Any, ...]:
-    return get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
-
-
 def _is_list(value: object) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray, memoryview))
 
 
 def _convert(kind: Any, value: Any) -> Any:
     """``value`` as ``kind``; TypeError if it does not fit."""
-    if len(_options(kind)) > 1:
-        for option in _options(kind):
+    if len(options_of(kind)) > 1:
+        for option in options_of(kind):
             try:
                 return _convert(option, value)
             except TypeError:
@@ -140,10 +136,10 @@ def _convert(kind: Any, value: Any) -> Any:
         return _tuple(get_args(kind), value)
     if get_origin(kind) is dict and isinstance(value, Mapping):
         return dict(value)
-    if kind is int:
-        return _integer(value)
-    if kind is float:
-        return _finite(value)
+    if kind is int and _is_finite(value) and value == int(value):
+        return int(value)
+    if kind is float and _is_finite(value):
+        return float(value)
     if kind is str and (isinstance(value, Format) or (isinstance(value, str) and _is_text(value))):
         return str(value)
     if kind in (bool, NoneType) and type(value) is kind:
@@ -159,25 +155,9 @@ def _tuple(parts: tuple[Any, ...], value: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(_convert(part, item) for part, item in zip(parts, value, strict=True))
 
 
-def _number(value: Any) -> Any:
-    """``value`` if it is a number, also one of NumPy; else TypeError."""
-    if isinstance(value, Real) and not isinstance(value, bool):
-        return value
-    raise TypeError
-
-
-def _integer(value: Any) -> int:
-    number = _number(value)
-    if not math.isfinite(number) or number != int(number):
-        raise TypeError
-    return int(number)
-
-
-def _finite(value: Any) -> float:
-    number = float(_number(value))
-    if not math.isfinite(number):
-        raise TypeError
-    return number
+def _is_finite(value: Any) -> bool:
+    """Whether ``value`` is a finite number, also one of NumPy."""
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _is_text(value: str) -> bool:

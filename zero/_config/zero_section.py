@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from zero._config.keys import key, section
+from zero._config.keys import ignored, key, section
 from zero._config.setting_keys import StageSettings
 
 FLAT = "parameters and gradients are always views of flat buckets"
@@ -55,14 +55,11 @@ class OffloadOptimizer:
     pipeline_write: bool = key(
         False, "write states during the next update", false="write them before it", active_if="offload_optimizer nvme"
     )
-    fast_init: bool = key(
-        False,
-        "write the first states to NVMe without reading them",
-        false="the same as true",
-        inactive="the first states are never read",
+    fast_init: bool = ignored(
+        False, "write the first states to NVMe without reading them", "the first states are never read"
     )
     ratio: float = key(1.0, "the share of the states that is offloaded", minimum=0, active_if="offload_optimizer")
-    super_offload: bool = key(False, "for GH200", false="off", unavailable="super_offload")
+    super_offload: bool = key(False, "for GH200", unavailable="super_offload")
     cpuadam_cores_perc: float = key(0.8, "cores for super_offload", minimum=0, inactive="super_offload only")
 
 
@@ -108,16 +105,12 @@ class ZeroOptimization(StageSettings):
         false="store and send them in their dtype",
         active_if="stage 3",
     )
-    contiguous_gradients: bool = key(True, "gradients in flat buffers", false="the same as true", inactive=FLAT)
-    reduce_scatter: bool = key(
-        True, "reduce-scatter of gradients", false="the same as true", inactive="every reduction is a reduce-scatter"
+    contiguous_gradients: bool = ignored(True, "gradients in flat buffers", FLAT)
+    reduce_scatter: bool = ignored(True, "reduce-scatter of gradients", "every reduction is a reduce-scatter")
+    use_multi_rank_bucket_allreduce: bool = ignored(
+        True, "one exchange for a bucket", "a bucket is always one exchange"
     )
-    use_multi_rank_bucket_allreduce: bool = key(
-        True, "one exchange for a bucket", false="the same as true", inactive="a bucket is always one exchange"
-    )
-    allgather_partitions: bool = key(
-        True, "all-gather of new parameters", false="the same as true", inactive="it is always an all-gather"
-    )
+    allgather_partitions: bool = ignored(True, "all-gather of new parameters", "it is always an all-gather")
     offload_param: OffloadParam = section(OffloadParam, "parameters in host memory or on NVMe, stage 3")
     offload_optimizer: OffloadOptimizer = section(OffloadOptimizer, "optimizer states in host memory or on NVMe")
     sub_group_size: int = key(
@@ -130,29 +123,23 @@ class ZeroOptimization(StageSettings):
     stage3_module_granularity_threshold: int = key(
         0, "gather small modules as one", minimum=0, inactive="layers are always gathered as one"
     )
-    stage3_use_all_reduce_for_fetch_params: bool = key(
-        False, "gather by all-reduce", false="the same as true", inactive="gathers are all-gathers"
+    stage3_use_all_reduce_for_fetch_params: bool = ignored(False, "gather by all-reduce", "gathers are all-gathers")
+    stage3_allgather_sequential: bool = ignored(
+        False, "gather one parameter at a time", "layers are always gathered as one"
     )
-    stage3_allgather_sequential: bool = key(
-        False, "gather one parameter at a time", false="the same as true", inactive="layers are always gathered as one"
-    )
-    stage3_gather_16bit_weights_on_model_save: bool = key(
+    stage3_gather_16bit_weights_on_model_save: bool = ignored(
         False,
         "full weights on save",
+        "model.state_dict() always holds full weights",
         aliases=("stage3_gather_fp16_weights_on_model_save",),
-        false="the same as true",
-        inactive="model.state_dict() always holds full weights",
     )
     compute_grad_norm: bool = key(
         True,
         "the engine computes the gradient norm of every step",
         false="only if gradients are clipped; otherwise get_global_grad_norm() is None",
     )
-    enable_sanity_checks: bool = key(
-        False,
-        "internal checks",
-        false="the same as true",
-        inactive="ranks always compare the model and the settings at construction",
+    enable_sanity_checks: bool = ignored(
+        False, "internal checks", "ranks always compare the model and the settings at construction"
     )
     leaf_module: LeafModule = section(LeafModule, "modules that are gathered as one unit")
     zeropp_loco_param: dict[str, Any] | None = key(
@@ -163,25 +150,16 @@ class ZeroOptimization(StageSettings):
         "reset_T",
     )
     mics_shard_size: int = key(-1, "MiCS", unavailable="MiCS (zero_hpz_partition_size, hpZ, comes closest)")
-    mics_hierarchical_params_gather: bool = key(False, "MiCS", false="off", inactive="MiCS only")
+    mics_hierarchical_params_gather: bool = key(False, "MiCS", inactive="MiCS only")
     zenflow: dict[str, Any] | None = key(None, "asynchronous offload", unavailable="zenflow")
-    load_from_fp32_weights: bool = key(
-        True,
-        "restore masters from float32 weights",
-        false="the same as true",
-        inactive="state_dict() holds the masters",
+    load_from_fp32_weights: bool = ignored(
+        True, "restore masters from float32 weights", "state_dict() holds the masters"
     )
-    elastic_checkpoint: bool = key(
-        False, "load checkpoints on other world sizes", false="the same as true", inactive="always possible"
-    )
+    elastic_checkpoint: bool = ignored(False, "load checkpoints on other world sizes", "always possible")
     round_robin_gradients: bool = key(False, "order of offloaded gradients", false="-", inactive="not needed here")
-    parameter_alignment: bool = key(
-        False, "align parameters", false="the same as true", inactive="parameters start on multiples of 256 elements"
-    )
-    legacy_stage1: bool = key(False, "the old stage 1", false="the same as true", inactive="there is one stage 1")
-    memory_efficient_linear: bool = key(
-        True, "linear layers do not keep gathered weights", false="the same as true", inactive="no layer keeps them"
-    )
+    parameter_alignment: bool = ignored(False, "align parameters", "parameters start on multiples of 256 elements")
+    legacy_stage1: bool = ignored(False, "the old stage 1", "there is one stage 1")
+    memory_efficient_linear: bool = ignored(True, "linear layers do not keep gathered weights", "no layer keeps them")
     pipeline_loading_checkpoint: bool = key(False, "staged loading", false="-", inactive="DeepSpeed's format only")
     override_module_apply: bool = key(
         True, "Module.apply gathers first", false="-", inactive="zero.Init gathers where it is needed"
