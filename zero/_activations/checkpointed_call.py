@@ -52,7 +52,7 @@ class CheckpointedCall:
             None if only_recomputes else (args, kwargs)
         )
         self._checkpoint = (
-            checkpointer.start_checkpoint(leaves) if checkpointer.moves and torch.is_grad_enabled() else None
+            checkpointer.start_checkpoint(leaves) if checkpointer.settings.moves and torch.is_grad_enabled() else None
         )
         self._random_states = TRACKER.get_states()
         self.leaves = leaves

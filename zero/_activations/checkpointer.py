@@ -196,11 +196,10 @@ class Checkpointer:
     ) -> None:
         self.settings = settings
         self.times = CallTimes() if settings.is_profiled else None
-        self._partition = InputPartition(tensor_ranks) if settings.partitions and tensor_ranks is not None else None
+        self._partition = None if tensor_ranks is None else InputPartition(tensor_ranks)
         self._storage = _new_storage(settings, all_ranks)
         self._saved: WeakValueDictionary[int, SavedInput] = WeakValueDictionary()
         self._last: ReferenceType[SavedInput] | None = None
-        self.moves = settings.tier is not Tier.DEVICE or settings.has_arena or self._partition is not None
 
     def start_checkpoint(self, leaves: Sequence[Any]) -> LiveCheckpoint | None:
         """Count a call with these inputs in the arena; None if there is none."""
@@ -211,7 +210,7 @@ class Checkpointer:
 
     def pack(self, tensor: Tensor, checkpoint: LiveCheckpoint | None) -> Packed | None:
         """Store ``tensor`` elsewhere; None if it stays where it is."""
-        if not self.moves or not is_movable(tensor):
+        if not self.settings.moves or not is_movable(tensor):
             return None
         known = self._saved.get(id(tensor))
         if known is not None and known.is_of(tensor):

@@ -47,9 +47,13 @@ def new_checkpointer(
     settings: ActivationSettings, tensor_group: dist.ProcessGroup | None, all_ranks: Topology | None = None
 ) -> Checkpointer:
     """A checkpointer, with files and process groups of its own if it needs them. Collective over both groups."""
-    settings, ranks = _effective(settings, tensor_group), None
+    ranks = None
     if settings.partitions and tensor_group is not None:
         ranks = Topology(ranks_per_node=dist.get_world_size(tensor_group), group=tensor_group)
+    elif settings.partitions:
+        settings = replace(settings, partitions=False)
+        if is_first_of_job():
+            logger.warning("inactive: partition_activations (%s)", NO_TENSOR_RANKS)
     return Checkpointer(settings, ranks, all_ranks)
 
 
@@ -65,14 +69,6 @@ def checkpointer_of(model: nn.Module) -> Checkpointer:
             "given to zero.initialize or ZeroOptimizer"
         )
     return _INSTALLED[model]
-
-
-def _effective(settings: ActivationSettings, tensor_group: dist.ProcessGroup | None) -> ActivationSettings:
-    if not settings.partitions or tensor_group is not None:
-        return settings
-    if is_first_of_job():
-        logger.warning("inactive: partition_activations (%s)", NO_TENSOR_RANKS)
-    return replace(settings, partitions=False)
 
 
 class ForwardHooks:

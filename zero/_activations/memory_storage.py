@@ -104,7 +104,6 @@ class MemoryInputStorage:
         self.usage = ActivationUsage()
         self._is_on_host, self._has_arena, self._num_checkpoints = is_on_host, has_arena, num_checkpoints
         self._arena: Arena | None = None
-        self._num_arena_allocations = 0
         self._copies = Copies()
 
     def start_checkpoint(self, nbytes: int, device: torch.device) -> LiveCheckpoint | None:
@@ -136,13 +135,12 @@ class MemoryInputStorage:
     def memory(self) -> ActivationMemory:
         arena = self._arena
         arena_nbytes = 0 if arena is None else arena.nbytes  # may allocate the arena anew
-        num_allocations = self._num_arena_allocations + (0 if arena is None else arena.num_allocations)
-        return self.usage.report(arena_nbytes, num_allocations)
+        return self.usage.report(arena_nbytes, 0 if arena is None else arena.num_allocations)
 
     def reset(self) -> None:
         """Drop the arena; slots in use keep its memory until they are dropped."""
         if self._arena is not None:
-            self._num_arena_allocations += self._arena.num_allocations
+            self.usage.num_allocations += self._arena.num_allocations
             self._arena = None
 
     close = reset

@@ -77,10 +77,10 @@ def differences_between_ranks(
     return differing(dict(zip(members, map(json.loads, texts), strict=True)))
 
 
-def summarize(lines: Sequence[str]) -> str:
+def summarize(lines: Sequence[str], most: int = MAX_REPORTED) -> str:
     """The first few ``lines``, and the number of the others."""
-    more = f"; and {len(lines) - MAX_REPORTED} more" if len(lines) > MAX_REPORTED else ""
-    return "; ".join(lines[:MAX_REPORTED]) + more
+    more = f"; and {len(lines) - most} more" if len(lines) > most else ""
+    return "; ".join(lines[:most]) + more
 
 
 def _flat(path: str, value: Any) -> Iterator[tuple[str, str]]:

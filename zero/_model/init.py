@@ -26,10 +26,9 @@ from zero._ranks.rank_errors import is_agreed, on_every_rank, raise_on_every_ran
 from zero._storage.parameter_storage import InitFiles
 
 
-def own_tensors(module: nn.Module) -> Iterator[Tensor]:
+def own_tensors(module: nn.Module) -> dict[str, Tensor]:
     """The parameters and buffers of ``module`` itself."""
-    yield from module.parameters(recurse=False)
-    yield from module.buffers(recurse=False)
+    return dict([*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)])
 
 
 def give_values(
@@ -46,10 +45,11 @@ def give_values(
     Raises:
         LayoutError: There is no such function, or it leaves a tensor without values.
     """
-    named = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
-    given = {key: tensor for key, tensor in named if tensor.is_meta}
-    reset = getattr(module, "reset_parameters", None)
-    if materialize is None and reset is None:
+    given = {key: tensor for key, tensor in own_tensors(module).items() if tensor.is_meta}
+    initialize = getattr(module, "reset_parameters", None)
+    if materialize is not None:
+        initialize = functools.partial(materialize, module)
+    if initialize is None:
         raise LayoutError(
             f"module {name!r} ({type(module).__name__}) is on meta and has no reset_parameters(): pass "
             "zero.Init(module=..., materialize=a function of a module), for example materialize=model._init_weights"
@@ -67,17 +67,10 @@ def give_values(
         else:
             module._buffers[key] = empty
         versions[key] = empty._version
-    if materialize is not None:
-        materialize(module)
-    elif reset is not None:
-        reset()
+    initialize()
     for key in given:
         value = getattr(module, key)
-        if value.is_floating_point() and value.isnan().any():
-            is_missing = True
-        else:
-            is_missing = not value.is_floating_point() and value._version == versions[key]
-        if is_missing:
+        if value.isnan().any() if value.is_floating_point() else value._version == versions[key]:
             raise LayoutError(
                 f"{f'{name}.{key}'.lstrip('.')!r} was on meta and was given no value: materialize= must do that for "
                 f"each {type(module).__name__}, or build that part outside of torch.device('meta')"
@@ -176,7 +169,7 @@ class Init:
         construction.is_building = True  # materialize may use parameters that are partitioned already
         try:
             for name, part in module.named_modules():
-                if any(tensor.is_meta for tensor in own_tensors(part)):
+                if any(tensor.is_meta for tensor in own_tensors(part).values()):
                     give = functools.partial(give_values, name, part, materialize, local_device())
                     on_every_rank(give, construction.topology)
                     construction.partition(part)

@@ -8,7 +8,6 @@ the same format as all others, so a forward reads the same bits as if each layer
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -16,7 +15,7 @@ import torch
 from torch import nn
 
 from zcomm import ConfigError, LayoutError, StateError, Topology, control
-from zero._config.rank_consistency import differences_between_ranks
+from zero._config.rank_consistency import differences_between_ranks, summarize
 from zero._config.settings import Effective, ZeroSettings
 from zero._model.init_shards import is_built
 from zero._modes import resolve_mode
@@ -24,29 +23,6 @@ from zero._sharding.bucket import Bucket, is_managed
 from zero._sharding.layout import BucketLayout, group_consecutive
 from zero._sharding.units import Unit, find_units
 from zero._storage.tier_settings import Tier
-
-
-def choose_persistent(units: Sequence[Unit], *, less_than: int, total: int) -> set[nn.Parameter]:
-    """Choose parameters of fewer than ``less_than`` elements, in order, up to ``total`` elements together."""
-    chosen: set[nn.Parameter] = set()
-    for param in (param for unit in units for _, param in unit.parameters):
-        if param.numel() < less_than and param.numel() <= total:
-            chosen.add(param)
-            total -= param.numel()
-    return chosen
-
-
-def split_off_persistent(
-    units: Sequence[Unit], persistent: set[nn.Parameter], model: nn.Module
-) -> tuple[list[Unit], Unit]:
-    """``units`` without ``persistent``, and these as a unit of ``model``."""
-    kept = [
-        replace(unit, parameters=tuple(named for named in unit.parameters if named[1] not in persistent))
-        for unit in units
-    ]
-    named = tuple(named for unit in units for named in unit.parameters if named[1] in persistent)
-    return kept, Unit("persistent", model, named)
-
 
 MERGED_NUMEL = 2**20
 """Elements of merged units at most: merging larger exchanges saves no time, and delays their start in backward."""
@@ -88,14 +64,23 @@ def plan_model(model: nn.Module, settings: ZeroSettings, topology: Topology) -> 
 
 
 def _cut_into_units(model: nn.Module, settings: ZeroSettings, effective: Effective) -> tuple[list[Unit], Unit]:
-    """The units, without the persistent parameters, and these as a unit of their own."""
+    """The units, without the persistent parameters, and these as a unit of their own.
+
+    Persistent are those of fewer elements than the threshold, in order, up to the limit together.
+    """
     if not effective.stage.shards_parameters:
-        return split_off_persistent(find_units(model), set(), model)
+        return find_units(model), Unit("persistent", model, ())
     units = find_units(model, effective.limits.live_numel)
-    persistent = choose_persistent(
-        units, less_than=settings.stage3_param_persistence_threshold, total=settings.stage3_model_persistence_threshold
-    )
-    return split_off_persistent(units, persistent, model)
+    left, persistent = settings.stage3_model_persistence_threshold, dict[nn.Parameter, str]()
+    for name, param in (named for unit in units for named in unit.parameters):
+        if param.numel() < settings.stage3_param_persistence_threshold and param.numel() <= left:
+            persistent[param] = name
+            left -= param.numel()
+    kept = [
+        replace(unit, parameters=tuple(named for named in unit.parameters if named[1] not in persistent))
+        for unit in units
+    ]
+    return kept, Unit("persistent", model, tuple((name, param) for param, name in persistent.items()))
 
 
 def _numel_to_merge(settings: ZeroSettings, effective: Effective) -> int:
@@ -191,11 +176,9 @@ def check_ranks_agree(buckets: list[Bucket], settings: ZeroSettings, topology: T
         known |= {f"parameter {slot.name!r}": f"{list(slot.shape)}, {use}," for slot in bucket.layout.slots}
     found = differences_between_ranks(known, topology, lane="model")
     found = [line for line in found if not line.startswith("the order")] or found
-    more = f"; and {len(found) - MAX_REPORTED} more" if len(found) > MAX_REPORTED else ""
     raise LayoutError(
         "the model given to ZeroOptimizer must be the same on every rank, and its settings: "
-        + "; ".join(found[:MAX_REPORTED])
-        + more
+        + summarize(found, MAX_REPORTED)
     )
 
 

@@ -69,7 +69,7 @@ class FileShard(OnDemandShard):
         updates_on_host: bool = True,
     ) -> None:
         super().__init__(shard, copies.device, updates_on_host=updates_on_host)
-        self._file, self._cuts, self._staging, self._copies = file, list(cuts), staging, copies
+        self.file, self._cuts, self._staging, self._copies = file, list(cuts), staging, copies
         self._gaps = gaps
         self._parts: dict[tuple[int, int], PageRange] = {}
         offset = 0
@@ -202,8 +202,7 @@ class FileShard(OnDemandShard):
     def _read(self) -> Tensor:
         self._complete()
         values = torch.empty(self._empty.shape, dtype=self.shard.dtype)
-        parts = dict(self._parts)
-        for (start, stop), part in parts.items():
+        for (start, stop), part in self._parts.items():
             buffer = self._staging.take(part)
             if buffer is None:
                 self._staging.raise_error()
@@ -221,4 +220,4 @@ class FileShard(OnDemandShard):
     @property
     def nbytes(self) -> dict[str, int]:
         """Bytes of the file."""
-        return {"nvme": self._file.nbytes}
+        return {"nvme": self.file.nbytes}

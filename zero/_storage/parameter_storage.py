@@ -234,7 +234,6 @@ class InitFiles:
         self._staging = StagingBuffers(self._store, STAGED_NBYTES)
         self._copies = CopyStream(torch.device("cpu"))
         self._numbers = count()
-        self._file_of: dict[FileShard, StoredFile] = {}
 
     def place(self, values: Tensor) -> FileShard:
         """Write flat ``values`` of this rank to a new file; the tensor itself is not kept.
@@ -245,7 +244,6 @@ class InitFiles:
         cuts = [(0, values.numel())]
         file = self._store.create(f"built{next(self._numbers)}", file_nbytes(cuts, values.element_size()))
         shard = FileShard(placeholder(values.numel(), values.dtype), file, cuts, self._staging, self._copies)
-        self._file_of[shard] = file
         self.replace(shard, values)
         return shard
 
@@ -262,7 +260,7 @@ class InitFiles:
     def remove(self, shard: FileShard) -> None:
         """Delete the file of a shard that is no longer needed."""
         self._staging.flush()  # a file with a transfer in flight must not be closed
-        self._store.remove(self._file_of.pop(shard))
+        self._store.remove(shard.file)
         self._staging.raise_error()
 
     def close(self) -> None:
