@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -11,41 +11,13 @@ from torch.nn.modules.batchnorm import _NormBase
 from zcomm import ConfigError
 from zero._config.value_types import shown
 
-
-def _offload(section: str) -> Callable[[dict[str, Any], Any], str]:
-    def move(zero: dict[str, Any], value: Any) -> str:
-        _check_bool(value)
-        _set_defaults(zero, section, {"device": "cpu" if value else "none"})
-        return f"zero_optimization.{section}.device"
-
-    return move
-
-
-def _pin(zero: dict[str, Any], value: Any) -> str:
-    _check_bool(value)
-    _set_defaults(zero, "offload_optimizer", {"pin_memory": value})
-    return "zero_optimization.offload_optimizer.pin_memory"
-
-
-def _set_defaults(zero: dict[str, Any], section: str, values: dict[str, Any]) -> None:
-    """Add ``values`` to a section; its own keys win. What is no object is left for the parser to refuse."""
-    own = zero.get(section)
-    if own is None or isinstance(own, Mapping):
-        zero[section] = {**values, **(own or {})}
-
-
-def _check_bool(value: Any) -> None:
-    if not isinstance(value, bool):
-        raise ConfigError(f"must be true or false: got {shown(value)}")
-
-
-MOVED: dict[str, Callable[[dict[str, Any], Any], str]] = {
-    "cpu_offload": _offload("offload_optimizer"),
-    "cpu_offload_param": _offload("offload_param"),
-    "cpu_offload_params": _offload("offload_param"),
-    "cpu_offload_use_pin_memory": _pin,
+MOVED = {
+    "cpu_offload": ("offload_optimizer", "device"),
+    "cpu_offload_param": ("offload_param", "device"),
+    "cpu_offload_params": ("offload_param", "device"),
+    "cpu_offload_use_pin_memory": ("offload_optimizer", "pin_memory"),
 }
-"""Deprecated keys of ``zero_optimization`` that have moved to one of its sections."""
+"""Deprecated booleans of ``zero_optimization``: the section and the key that replace each."""
 
 
 def modernize(raw: dict[str, Any]) -> tuple[dict[str, Any], list[str], dict[str, str]]:
@@ -63,15 +35,17 @@ def modernize(raw: dict[str, Any]) -> tuple[dict[str, Any], list[str], dict[str,
     if not isinstance(zero, Mapping):
         return raw, notes, origins
     zero = dict(zero)
-    for name, move in MOVED.items():
+    for name, (section, key) in MOVED.items():
         if name in zero:
             old, value = f"zero_optimization.{name}", zero.pop(name)
             if value is None or (isinstance(value, str) and value == "auto"):
                 continue
-            try:
-                new = move(zero, value)
-            except ConfigError as error:
-                raise ConfigError(f"{old} {error}") from None
+            if not isinstance(value, bool):
+                raise ConfigError(f"{old} must be true or false: got {shown(value)}")
+            own, new = zero.get(section), f"zero_optimization.{section}.{key}"
+            if own is None or isinstance(own, Mapping):  # its own keys win; the parser refuses what is no object
+                device = "cpu" if value else "none"
+                zero[section] = {key: device if key == "device" else value, **(own or {})}
             origins[new] = old
             notes.append(f"{old} is deprecated: write {new}")
     return {**raw, "zero_optimization": zero}, notes, origins

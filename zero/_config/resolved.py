@@ -60,10 +60,8 @@ def resolve_config(config: Source | Configuration | None, options: Mapping[str, 
     given = {name: value for name, value in options.items() if name in names}
     ours = {name: getattr(ZeroSettings(**given), name) for name in given}  # checked and converted
     overlay: dict[str, Any] = {}
-    for name, value in options.items():
-        if name not in names:
-            _place(overlay, name, value)
-    optimizer_options = {name: value for name, value in options.items() if name not in names and not _is_key(name)}
+    others = {name: value for name, value in options.items() if name not in names}
+    optimizer_options = {name: value for name, value in others.items() if not _place(overlay, name, value)}
     has_config = config is not None
     stage = ours.get("stage", DEFAULT_STAGE)
     if (not has_config or "stage" in ours) and not isinstance(config, Configuration) and stage in STAGES:
@@ -91,18 +89,17 @@ def _names(cls: type) -> set[str]:
     return {name for key, definition in own_keys(cls).items() for name in (key, *definition.key.aliases)}
 
 
-def _is_key(name: str) -> bool:
-    """Whether a keyword is a JSON key: at the top level, in zero_optimization or in zcomm."""
-    return name in MOVED or any(name in _names(cls) for cls in (Config, ZeroOptimization, Zcomm))
-
-
-def _place(overlay: dict[str, Any], name: str, value: Any) -> None:
+def _place(overlay: dict[str, Any], name: str, value: Any) -> bool:
+    """Add a keyword to ``overlay``; False: it is no key at the top level, in zero_optimization or in zcomm."""
     if name in _names(Config):
         overlay[name] = {**_section(overlay, name), **value} if isinstance(value, Mapping) else value
     elif name in _names(ZeroOptimization) or name in MOVED:
         _section(overlay, "zero_optimization")[name] = value
     elif name in _names(Zcomm):
         _section(overlay, "zcomm")[name] = value
+    else:
+        return False
+    return True
 
 
 def _section(overlay: dict[str, Any], name: str) -> dict[str, Any]:
