@@ -16,6 +16,7 @@ upper bound:
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple, cast
 
@@ -99,13 +100,12 @@ class Exchanges:
     def gather(self, layout: BucketLayout) -> MovedBytes:
         """The gather of a bucket's full parameters from the primary partition, over all ranks."""
         wire = (self.effective.weight_format,) * 2
-        return self._gathered([stop - start for start, stop in self.options.columns(layout)], self.dtype, wire)
+        return self._moved(all_gather_sent, _sizes(self.options.columns(layout)), self.dtype, wire)
 
     def gather_in_node(self, layout: BucketLayout) -> MovedBytes:
         """The gather of a bucket's full parameters from the secondary partition, inside the node."""
-        parts = [(stop - start) * layout.world_size for start, stop in self.options.columns(layout)]
-        per_node = self.shape.ranks_per_node
-        sent = [secondary_gather_sent(n, self.dtype, per_node) for n in parts]
+        parts, per_node = _sizes(self.options.columns(layout)), self.shape.ranks_per_node
+        sent = [secondary_gather_sent(n * layout.world_size, self.dtype, per_node) for n in parts]
         return _total([MovedBytes(part, Exchanged(int(per_node > 1), 0)) for part in sent])
 
     def reduce(self, layout: BucketLayout) -> MovedBytes:
@@ -114,22 +114,15 @@ class Exchanges:
         if wire is None:
             narrow = "none" if self.gradient_dtype == self.dtype else WIRE_NAMES[self.dtype]
             wire = (narrow, narrow)
-        ends = layout.chunks(self.settings.reduce_bucket_size)
-        parts = [stop - start for start, stop in ends] if self.mode.is_chunked else [layout.shard_numel]
-        return _total(
-            [
-                MovedBytes(
-                    reduce_scatter_sent(n, self.gradient_dtype, *self._nodes, wire), exchanged(n, *self._nodes, wire)
-                )
-                for n in parts
-            ]
-        )
+        chunks = _sizes(layout.chunks(self.settings.reduce_bucket_size))
+        parts = chunks if self.mode.is_chunked else [layout.shard_numel]
+        return self._moved(reduce_scatter_sent, parts, self.gradient_dtype, wire)
 
     def write_back(self, layout: BucketLayout) -> MovedBytes:
         """The gather after a step: below stage 3 of new parameters (stage 0: of gradients), or of deltas."""
         if (wire := self.effective.change_format) is not None:
             if self.mode.deltas_over == "world":
-                return self._gathered([layout.shard_numel], torch.float32, (wire, wire))
+                return self._moved(all_gather_sent, [layout.shard_numel], torch.float32, (wire, wire))
             sent = one_hop_sent(layout.shard_numel, torch.float32, 0, self.shape.num_nodes - 1, wire)
             return MovedBytes(sent, Exchanged(0, int(self.shape.num_nodes > 1)))  # one hop, never in chunks
         if self.effective.stage.shards_parameters:
@@ -138,11 +131,13 @@ class Exchanges:
             parts, wire, dtype = layout.chunks(self.settings.reduce_bucket_size), "none", self.gradient_dtype
         else:
             parts, wire, dtype = layout.chunks(self.options.max_numel), self.effective.weight_format, self.dtype
-        return self._gathered([stop - start for start, stop in parts], dtype, (wire, wire))
+        return self._moved(all_gather_sent, _sizes(parts), dtype, (wire, wire))
 
-    def _gathered(self, parts: list[int], dtype: torch.dtype, wire: tuple[str, str]) -> MovedBytes:
-        of_parts = [(all_gather_sent(n, dtype, *self._nodes, wire), exchanged(n, *self._nodes, wire)) for n in parts]
-        return _total([MovedBytes(*part) for part in of_parts])
+    def _moved(
+        self, sent: Callable[..., Sent], parts: list[int], dtype: torch.dtype, wire: tuple[str, str]
+    ) -> MovedBytes:
+        nodes = self.shape.num_nodes, self.shape.ranks_per_node
+        return _total([MovedBytes(sent(n, dtype, *nodes, wire), exchanged(n, *nodes, wire)) for n in parts])
 
     def agreements(self, num_micro: int) -> MovedBytes:
         """The control exchanges of a step: one before each reduction, one before the update. Bytes count as 0."""
@@ -151,20 +146,14 @@ class Exchanges:
         count = 1 + (num_micro if self.effective.stage.reduces_every_micro_batch else 1)
         return MovedBytes(Sent(0, 0), Exchanged(0, count) if self.shape.num_nodes > 1 else Exchanged(count, 0))
 
-    @property
-    def _nodes(self) -> tuple[int, int]:
-        return self.shape.num_nodes, self.shape.ranks_per_node
-
     def moved_for(self, layout: BucketLayout, num_micro: int, *, is_trainable: bool) -> dict[str, MovedBytes]:
         """What is sent for one bucket in a step of ``num_micro`` micro-batches, by kind."""
         times = self.mode.schedule(self.effective.stage, num_micro, has_secondary=self.effective.has_secondary)
-        found = {
-            KINDS[0]: _times(self.gather(layout), times.gathers) if times.gathers else NOTHING,
-            KINDS[1]: _times(self.gather_in_node(layout), times.node_gathers) if times.node_gathers else NOTHING,
-            KINDS[2]: NOTHING,
-            KINDS[3]: NOTHING,
-            KINDS[4]: NOTHING,
-        }
+        found = dict.fromkeys(KINDS, NOTHING)
+        if times.gathers:
+            found[KINDS[0]] = _times(self.gather(layout), times.gathers)
+        if times.node_gathers:
+            found[KINDS[1]] = _times(self.gather_in_node(layout), times.node_gathers)
         if is_trainable:
             once = self.reduce(layout)
             in_node, between = _times(once, times.node_reductions), _times(once, times.reductions)
@@ -217,6 +206,10 @@ def _wire_nbytes(wire: str, dtype: torch.dtype) -> float:
     """Bytes of an element in a message, with its share of the scales."""
     numel = 2**20
     return one_hop_sent(numel, dtype, 1, 0, wire).intra / numel
+
+
+def _sizes(spans: Iterable[tuple[int, int]]) -> list[int]:
+    return [stop - start for start, stop in spans]
 
 
 def _times(moved: MovedBytes, factor: int) -> MovedBytes:

@@ -175,14 +175,15 @@ class MemoryUsage:
 
 def usage_of(counts: Counts, setup: TrainingSetup, activations: Activations | None = None) -> list[MemoryUsage]:
     """Return the bytes of every kind on one rank, without kinds that use none."""
-    found = [*_model_states(counts, setup), *_buffers(counts, setup)]
+    found = [*_parameters(counts, setup), *_gradients(counts, setup), *_states(counts, setup), *_buffers(counts, setup)]
     if activations is not None:
         found += _activations(activations, setup)
     return [usage for usage in found if usage.nbytes]
 
 
-def _model_states(counts: Counts, setup: TrainingSetup) -> list[MemoryUsage]:
-    return [*_parameters(counts, setup), *_gradients(counts, setup), *_states(counts, setup)]
+def _offloadable(kind: str, place: str, nbytes: float, setup: TrainingSetup) -> MemoryUsage:
+    """Memory of tensors that may be offloaded: page-locked in host memory."""
+    return MemoryUsage(kind, place, nbytes, place == "host" and setup.pins_memory)
 
 
 def _parameters(counts: Counts, setup: TrainingSetup) -> list[MemoryUsage]:
@@ -196,9 +197,7 @@ def _parameters(counts: Counts, setup: TrainingSetup) -> list[MemoryUsage]:
     in_files = max(numel - setup.files.numel_in_memory, 0) if place == "nvme" else 0
     memory = "device" if place == "device" else "host"
     return [
-        MemoryUsage(
-            "parameters", memory, setup.param_nbytes * (numel - in_files), memory == "host" and setup.pins_memory
-        ),
+        _offloadable("parameters", memory, setup.param_nbytes * (numel - in_files), setup),
         MemoryUsage("parameters", "nvme", setup.param_nbytes * in_files),
         MemoryUsage("frozen as INT8", memory, codes),
     ]
@@ -207,32 +206,23 @@ def _parameters(counts: Counts, setup: TrainingSetup) -> list[MemoryUsage]:
 def _gradients(counts: Counts, setup: TrainingSetup) -> list[MemoryUsage]:
     trainable, _ = _trainable_and_frozen(counts)
     share = setup.offloaded_share if setup.offloads_states else 0.0
-    stored = trainable / _num_shards(setup.world_size, setup.stage, 2)
+    stored = trainable / (setup.world_size if setup.stage >= 2 else 1)
     on_device = stored * (1 - share) if setup.stage >= 2 else stored
     on_host = share * trainable / setup.world_size
     place = "host" if setup.delays_update else setup.tier.states
     in_memory = (setup.sent_nbytes + setup.gradient_nbytes * setup.sums_gradients) * on_host
+    # Gradients that a delayed update reads while new ones arrive, and parameters that it writes before they are used.
+    delayed = in_memory + 2 * setup.param_nbytes * on_host if setup.delays_update else 0
     return [
         MemoryUsage("gradients", "device", setup.gradient_nbytes * on_device),
-        MemoryUsage(
-            "gradients",
-            place,
-            setup.gradient_nbytes * on_host if place == "nvme" else in_memory,
-            place == "host" and setup.pins_memory,
-        ),
-        *(_delayed(in_memory, on_host, setup) if setup.delays_update else []),
+        _offloadable("gradients", place, setup.gradient_nbytes * on_host if place == "nvme" else in_memory, setup),
+        _offloadable("delayed update", "host", delayed, setup),
     ]
-
-
-def _delayed(gradient_nbytes: float, numel: float, setup: TrainingSetup) -> list[MemoryUsage]:
-    """Gradients that the update reads while new ones arrive, and parameters that it writes before they are used."""
-    nbytes = gradient_nbytes + 2 * setup.param_nbytes * numel
-    return [MemoryUsage("delayed update", "host", nbytes, setup.pins_memory)]
 
 
 def _states(counts: Counts, setup: TrainingSetup) -> list[MemoryUsage]:
     trainable, frozen = _trainable_and_frozen(counts)
-    numel = trainable / _num_shards(setup.world_size, setup.stage, 1)
+    numel = trainable / (setup.world_size if setup.stage >= 1 else 1)
     share = setup.offloaded_share if setup.offloads_states else 0.0
     is_exact = setup.quantizes_weights and setup.stage in (1, 2)  # beside what forward reads
     on_device = setup.state_nbytes - (0 if is_exact else setup.shared_nbytes)
@@ -240,23 +230,13 @@ def _states(counts: Counts, setup: TrainingSetup) -> list[MemoryUsage]:
     exact_frozen = setup.param_nbytes * frozen / setup.world_size if is_exact else 0
     return [
         MemoryUsage("states", "device", on_device * numel * (1 - share) + exact_frozen),
-        MemoryUsage(
-            "states",
-            setup.tier.states,
-            copies * setup.state_nbytes * numel * share,
-            setup.tier.states == "host" and setup.pins_memory,
-        ),
+        _offloadable("states", setup.tier.states, copies * setup.state_nbytes * numel * share, setup),
     ]
 
 
 def _trainable_and_frozen(counts: Counts) -> tuple[int, int]:
     trainable = counts.numel if counts.trainable is None else counts.trainable
     return trainable, counts.numel - trainable
-
-
-def _num_shards(ranks: int, stage: int, first_stage: int) -> int:
-    """Number of shards of what is sharded from ``first_stage`` on."""
-    return ranks if stage >= first_stage else 1
 
 
 def _buffers(counts: Counts, setup: TrainingSetup) -> list[MemoryUsage]:
@@ -304,7 +284,7 @@ def _file_buffers(counts: Counts, setup: TrainingSetup) -> list[MemoryUsage]:
         sub_group = min(files.sub_group_numel, bucket / setup.world_size)
         nbytes = setup.state_nbytes + (0 if setup.delays_update else setup.gradient_nbytes)
         found.append(nbytes * sub_group * files.num_sub_groups)
-    return [MemoryUsage("NVMe buffers", "host", nbytes, setup.pins_memory) for nbytes in found]
+    return [_offloadable("NVMe buffers", "host", nbytes, setup) for nbytes in found]
 
 
 def _activations(shape: Activations, setup: TrainingSetup) -> list[MemoryUsage]:
