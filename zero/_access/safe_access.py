@@ -88,6 +88,11 @@ def _checked(location: ParameterLocation, value: Tensor, numel: int) -> Tensor:
     return value
 
 
+def _local_value(location: ParameterLocation, value: Tensor) -> Tensor:
+    """This rank's own ``value`` of its part, flat."""
+    return _checked(location, value, location.last - location.first).reshape(-1)
+
+
 def _own_part(location: ParameterLocation, value: Tensor) -> Tensor:
     """Broadcast rank 0's full ``value``, and return this rank's part."""
     numel = location.bucket.layout.slots[location.slot].numel
@@ -130,7 +135,7 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
 def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     """Set this rank's part of the master of ``param``. Collective: every rank sets its own."""
     location = _locate_managed(param)
-    _set_master(location, _checked(location, value, location.last - location.first).reshape(-1))
+    _set_master(location, _local_value(location, value))
 
 
 def _set_master(location: ParameterLocation, own: Tensor) -> None:
@@ -213,7 +218,7 @@ def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
 @torch.no_grad()
 def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
     """Set this rank's part of the averaged gradient of ``param``. Collective: every rank sets its own."""
-    _set_grad(param, lambda location: _checked(location, value, location.last - location.first).reshape(-1))
+    _set_grad(param, lambda location: _local_value(location, value))
 
 
 def _state(location: ParameterLocation, param: nn.Parameter, key: str) -> tuple[Tensor | None, float | None, bool]:
@@ -304,8 +309,4 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_stat
 @torch.no_grad()
 def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
     """Set this rank's part of an optimizer state of ``param``. Collective: every rank sets its own."""
-
-    def own(location: ParameterLocation) -> Tensor:
-        return _checked(location, value, location.last - location.first).reshape(-1)
-
-    _set_state(param, optim_state_key, own, value)
+    _set_state(param, optim_state_key, lambda location: _local_value(location, value), value)

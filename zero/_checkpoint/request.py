@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -99,15 +99,25 @@ def make_request(internals: OptimizerParts, index: Index, wanted: LoadSelection)
     return request
 
 
+def _name_problems(kind: str, own: Collection[str], saved: Collection[str]) -> list[str]:
+    """Names that only the model has, and those that only the checkpoint has."""
+    missing = [name for name in own if name not in saved]
+    problems = [f"{kind} {name!r} is missing (load_module_strict=False keeps the model's)" for name in missing]
+    others = [name for name in saved if name not in own]
+    if others:
+        names = ", ".join(map(repr, others[:3]))
+        problems.append(f"{len(others)} {kind}s are not in the model: {names} (load_module_strict=False skips them)")
+    return problems
+
+
 def _weight_problems(internals: OptimizerParts, index: Index, wanted: LoadSelection) -> list[str]:
-    problems = []
-    saved = dict(index.content["parameters"])
+    saved = index.content["parameters"]
+    names = [slot.name for bucket in internals.runtime.buckets for slot in bucket.layout.slots]
+    problems = _name_problems("parameter", names, saved) if wanted.strict else []
     for bucket in internals.runtime.buckets:
         for slot in bucket.layout.slots:
-            entry = saved.pop(slot.name, None)
+            entry = saved.get(slot.name)
             if entry is None:
-                if wanted.strict:
-                    problems.append(f"parameter {slot.name!r} is missing (load_module_strict=False keeps the model's)")
                 continue
             if tuple(entry["shape"]) != slot.shape:
                 problems.append(
@@ -126,21 +136,17 @@ def _weight_problems(internals: OptimizerParts, index: Index, wanted: LoadSelect
                     f"parameter {slot.name!r} is {stored.dtype} in the checkpoint and {bucket.master.dtype} in the "
                     "model (load_module_only=True converts weights)"
                 )
-    if saved and wanted.strict:
-        names = ", ".join(map(repr, list(saved)[:3]))
-        problems.append(f"{len(saved)} parameters are not in the model: {names} (load_module_strict=False skips them)")
     return problems
 
 
 def _buffer_problems(internals: OptimizerParts, index: Index, wanted: LoadSelection) -> list[str]:
-    problems = []
-    saved = dict(index.content["buffers"])
-    for name, buffer in named_buffers(internals.runtime.model).items():
-        entry = saved.pop(name, None)
+    saved, buffers = index.content["buffers"], named_buffers(internals.runtime.model)
+    problems = _name_problems("buffer", buffers, saved) if wanted.strict else []
+    for name, buffer in buffers.items():
+        entry = saved.get(name)
         if entry is None:
-            if wanted.strict:
-                problems.append(f"buffer {name!r} is missing (load_module_strict=False keeps the model's)")
-        elif entry["shape"] != list(buffer.shape):
+            continue
+        if entry["shape"] != list(buffer.shape):
             problems.append(
                 f"buffer {name!r} has shape {entry['shape']} in the checkpoint and {list(buffer.shape)} in the model"
             )
@@ -148,9 +154,6 @@ def _buffer_problems(internals: OptimizerParts, index: Index, wanted: LoadSelect
             problems.append(
                 f"buffer {name!r} is {entry['dtype']} in the checkpoint and {CODES[buffer.dtype]} in the model"
             )
-    if saved and wanted.strict:
-        names = ", ".join(map(repr, list(saved)[:3]))
-        problems.append(f"{len(saved)} buffers are not in the model: {names} (load_module_strict=False skips them)")
     return problems
 
 
