@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from zero._config.keys import Definition, definitions, section_type
@@ -100,9 +101,7 @@ def settings_of(configuration: Configuration) -> Iterator[Setting]:
     for definition in definitions(Config):
         if section_type(definition.kind) is not None:
             continue
-        value: Any = configuration.values
-        for part in definition.path.split("."):
-            value = getattr(value, part)
+        value = attrgetter(definition.path)(configuration.values)
         facts = definition.key
         condition = CONDITIONS.get(facts.active_if)
         inactive = "" if condition is None or condition.holds(configuration.values) else condition.otherwise

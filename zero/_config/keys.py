@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache
@@ -30,7 +31,7 @@ class ConfigKey:
     choices: tuple[Any, ...] = ()
     minimum: float | None = None
     maximum: float | None = None
-    """If not given, 2**63 - 1 for integers. Infinity for limits that are only compared with: ``1e30`` is allowed."""
+    """If not given, 2**63 - 1 for integers. Infinity for limits: see :func:`limit`."""
     is_positive: bool = False
     """Greater than 0."""
     infinity_means_absent: bool = False
@@ -58,6 +59,11 @@ def key(default: Any, doc: str, **facts: Any) -> Any:
 def ignored(default: bool, doc: str, why: str, **facts: Any) -> Any:  # noqa: FBT001
     """A boolean key that is accepted and has no effect."""
     return key(default, doc, false="the same as true", inactive=why, **facts)
+
+
+def limit(default: int, doc: str, *, minimum: int = 0, **facts: Any) -> Any:
+    """A key that sizes are only compared with: it may be larger than any of them, such as ``1e30``."""
+    return key(default, doc, minimum=minimum, maximum=math.inf, **facts)
 
 
 def section(kind: type, doc: str, **facts: Any) -> Any:
@@ -109,9 +115,7 @@ def own_keys(cls: type) -> dict[str, Definition]:
     for one in fields(cls):
         if "key" not in one.metadata:
             continue
-        default = one.default if one.default is not dataclasses.MISSING else None
-        if default is None and one.default_factory is not dataclasses.MISSING:
-            default = one.default_factory()
+        default = one.default if one.default_factory is dataclasses.MISSING else one.default_factory()
         kind, facts = hints[one.name], one.metadata["key"]
         if get_origin(kind) is Literal:
             kind, facts = str, dataclasses.replace(facts, choices=get_args(kind))

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from zcomm._transport.backend_choice import BackendWish, KernelsName
-from zero._config.keys import key
+from zero._config.keys import key, limit
 
 MODES = ("delta_hpz", "delta")
 
@@ -21,52 +20,40 @@ class StageSettings:
         "configuration ZeroOptimizer uses stage 1)",
         choices=(0, 1, 2, 3),
     )
-    reduce_bucket_size: int = key(
-        500_000_000, "the most elements of one gradient exchange", minimum=1, maximum=math.inf
-    )
-    allgather_bucket_size: int = key(
-        500_000_000, "the most elements of one weight exchange", minimum=1, maximum=math.inf
-    )
+    reduce_bucket_size: int = limit(500_000_000, "the most elements of one gradient exchange", minimum=1)
+    allgather_bucket_size: int = limit(500_000_000, "the most elements of one weight exchange", minimum=1)
     overlap_comm: bool = key(
         True,
         "overlap exchanges with the computation, at every stage (DeepSpeed: at stage 3)",
         false="exchange, then compute; the bits are the same",
     )
-    stage3_prefetch_bucket_size: int = key(
+    stage3_prefetch_bucket_size: int = limit(
         50_000_000,
         "the most elements to prefetch, and never more than the largest layer has (prefetching more hides no more "
         "time); 0: none",
-        minimum=0,
-        maximum=math.inf,
         active_if="stage 3, overlapped",
     )
-    stage3_param_persistence_threshold: int = key(
+    stage3_param_persistence_threshold: int = limit(
         0,
         "parameters with fewer elements are persistent, that is, stay full (DeepSpeed: 100,000; here they are sent "
         "with their layer, so persistence saves bytes but no exchange)",
-        minimum=0,
-        maximum=math.inf,
         aliases=("stage3_param_persitance_threshold",),
         active_if="stage 3",
     )
-    stage3_model_persistence_threshold: int = key(
-        2**63 - 1, "the most elements of persistent parameters", minimum=0, maximum=math.inf, active_if="stage 3"
+    stage3_model_persistence_threshold: int = limit(
+        2**63 - 1, "the most elements of persistent parameters", active_if="stage 3"
     )
-    stage3_max_live_parameters: int = key(
+    stage3_max_live_parameters: int = limit(
         1_000_000_000,
         "the most elements that are full at a time, beyond what running modules need; a larger module is gathered in "
         "parts",
-        minimum=0,
-        maximum=math.inf,
         active_if="stage 3",
     )
-    stage3_max_reuse_distance: int = key(
+    stage3_max_reuse_distance: int = limit(
         1,
         "a layer stays full if fewer elements are used before its next use. 1: the last layer, from forward to "
         "backward; 0: none (DeepSpeed: 1e9, which keeps smaller models full: 2/3 of the bytes sent, with the memory of "
         "stage 2)",
-        minimum=0,
-        maximum=math.inf,
         active_if="stage 3",
     )
     ignore_unused_parameters: bool = key(

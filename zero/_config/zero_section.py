@@ -5,11 +5,10 @@ Defaults are DeepSpeed's unless the text of a key says otherwise.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
-from zero._config.keys import ignored, key, section
+from zero._config.keys import ignored, key, limit, section
 from zero._config.setting_keys import StageSettings
 
 FLAT = "parameters and gradients are always views of flat buckets"
@@ -25,12 +24,10 @@ class OffloadParam:
     nvme_path: str | None = key(None, "folder for parameters on NVMe", active_if="offload_param nvme")
     buffer_count: int = key(5, "buffers between NVMe and memory", minimum=1, active_if="offload_param nvme")
     buffer_size: int = key(100_000_000, "elements of each buffer", minimum=1, active_if="offload_param nvme")
-    max_in_cpu: int = key(
+    max_in_cpu: int = limit(
         0,
         "elements of this rank's shards that stay in host memory and not in files (DeepSpeed: 1e9, which keeps up to a "
         "billion parameters per rank out of the files)",
-        minimum=0,
-        maximum=math.inf,
         active_if="offload_param nvme",
     )
     pin_memory: bool = key(True, "page-locked memory", false="pageable memory", active_if="offload_param")
@@ -113,11 +110,10 @@ class ZeroOptimization(StageSettings):
     allgather_partitions: bool = ignored(True, "all-gather of new parameters", "it is always an all-gather")
     offload_param: OffloadParam = section(OffloadParam, "parameters in host memory or on NVMe, stage 3")
     offload_optimizer: OffloadOptimizer = section(OffloadOptimizer, "optimizer states in host memory or on NVMe")
-    sub_group_size: int = key(
+    sub_group_size: int = limit(
         1_000_000_000,
         "the most elements that are updated as one when states are offloaded",
         minimum=1,
-        maximum=math.inf,
         active_if="offload_optimizer",
     )
     stage3_module_granularity_threshold: int = key(
