@@ -48,12 +48,8 @@ class CheckpointedCall:
         self._structure: TreeSpec | None = None
         if not is_reentrant:
             leaves, self._structure = tree_flatten((args, kwargs))
-        self._original_arguments: tuple[tuple[Any, ...], dict[str, Any]] | None = (
-            None if only_recomputes else (args, kwargs)
-        )
-        self._checkpoint = (
-            checkpointer.start_checkpoint(leaves) if checkpointer.settings.moves and torch.is_grad_enabled() else None
-        )
+        self._original: tuple[tuple[Any, ...], dict[str, Any]] | None = None if only_recomputes else (args, kwargs)
+        self._checkpoint = checkpointer.start_checkpoint(leaves) if torch.is_grad_enabled() else None
         self._random_states = TRACKER.get_states()
         self.leaves = leaves
 
@@ -64,40 +60,28 @@ class CheckpointedCall:
 
     def __call__(self, *leaves: Any) -> Any:
         """Run the function: the first time as it was called, then on the ``leaves`` that were restored."""
-        original, self._original_arguments = self._original_arguments, None
+        original, self._original = self._original, None
         if original is not None:
             args, kwargs = original
-            with self.forward():
+            with self.entered("forward"):
                 return self._function(*(leaves if self._is_reentrant else args), **kwargs)
         args, kwargs = (leaves, {}) if self._structure is None else tree_unflatten(leaves, self._structure)
-        with self._recomputing():
+        # In backward no forward of the model runs in this thread: without scope.entered, checkpoints nested in the
+        # function would be torch's own. Without restored random states, dropout would differ from that of the forward.
+        with TRACKER.restored(self._random_states), self.entered("recomputation"):
             return self._function(*args, **kwargs)
 
     @contextmanager
-    def forward(self) -> Iterator[None]:
-        with scope.entered(self._checkpointer), self._synchronized("forward"):
-            yield
-
-    # In backward no forward of the model runs in this thread: without scope.entered, checkpoints nested in the function
-    # would be torch's own. Without restored random states, dropout would differ from that of the forward.
-    @contextmanager
-    def _recomputing(self) -> Iterator[None]:
-        with (
-            scope.entered(self._checkpointer),
-            TRACKER.restored(self._random_states),
-            self._synchronized("recomputation"),
-        ):
-            yield
-
-    @contextmanager
-    def _synchronized(self, kind: str) -> Iterator[None]:
-        times = self._checkpointer.times
-        if self._checkpointer.settings.synchronizes:
-            synchronize()
-        with nullcontext() if times is None else times.measured(kind):
-            yield
-        if self._checkpointer.settings.synchronizes:
-            synchronize()
+    def entered(self, kind: str) -> Iterator[None]:
+        """Run the function inside: ``kind`` is "forward" or "recomputation"."""
+        times, synchronizes = self._checkpointer.times, self._checkpointer.settings.synchronizes
+        with scope.entered(self._checkpointer):
+            if synchronizes:
+                synchronize()
+            with nullcontext() if times is None else times.measured(kind):
+                yield
+            if synchronizes:
+                synchronize()
 
     def saving(self) -> saved_tensors_hooks:
         """Hooks by which the checkpointer stores what autograd saves inside."""

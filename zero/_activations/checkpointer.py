@@ -25,7 +25,7 @@ from zcomm import LayoutError, StateError, Topology, all_gather_single, control
 from zero._activations.activation_settings import ActivationSettings
 from zero._activations.arena import LiveCheckpoint
 from zero._activations.file_storage import FileInputStorage
-from zero._activations.memory_storage import InputStorage, MemoryInputStorage, StoredValues
+from zero._activations.memory_storage import MemoryInputStorage, StoredValues
 from zero._activations.usage import ActivationMemory, CallTimes, CountedBytes
 from zero._storage.tier_settings import Tier
 
@@ -203,6 +203,8 @@ class Checkpointer:
 
     def start_checkpoint(self, leaves: Sequence[Any]) -> LiveCheckpoint | None:
         """Count a call with these inputs in the arena; None if there is none."""
+        if not self.settings.has_arena:
+            return None
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and is_movable(leaf)]
         if not tensors:
             return None
@@ -299,7 +301,7 @@ class InputInPlace:
         return self._tensor
 
 
-def _new_storage(settings: ActivationSettings, all_ranks: Topology | None) -> InputStorage:
+def _new_storage(settings: ActivationSettings, all_ranks: Topology | None) -> FileInputStorage | MemoryInputStorage:
     if settings.tier is Tier.NVME:
         return FileInputStorage(settings, all_ranks)
     return MemoryInputStorage(

@@ -72,25 +72,6 @@ class StoredValues(Protocol):
         """The values, on the device they came from."""
 
 
-class InputStorage(Protocol):
-    """Where inputs are stored: memory or files."""
-
-    usage: ActivationUsage
-
-    def start_checkpoint(self, nbytes: int, device: torch.device) -> LiveCheckpoint | None:
-        """Count a checkpoint of ``nbytes`` from ``device`` in the arena; None without an arena."""
-
-    def store(self, values: Tensor, checkpoint: LiveCheckpoint | None) -> StoredValues:
-        """Store a copy of ``values`` [n]."""
-
-    def memory(self) -> ActivationMemory: ...
-
-    def reset(self) -> None:
-        """Free buffers and files that are kept for reuse."""
-
-    def close(self) -> None: ...
-
-
 class MemoryInputStorage:
     """Stores inputs in device memory, or in host memory.
 
@@ -107,6 +88,7 @@ class MemoryInputStorage:
         self._copies = Copies()
 
     def start_checkpoint(self, nbytes: int, device: torch.device) -> LiveCheckpoint | None:
+        """Count a checkpoint of ``nbytes`` from ``device`` in the arena; None without an arena."""
         if self._has_arena and self._arena is None:
             is_pinned = self._is_on_host and device.type == "cuda"
             target = torch.device("cpu") if self._is_on_host else device

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,10 +31,8 @@ class RandomStates:
         """
         if name in self._states:
             raise ConfigError(f"a random state of this name exists: name={name!r}; call reset() first")
-        before = _get_state()
-        _seed(seed)
-        self._states[name] = _get_state()
-        _set_state(before)
+        generator = torch.Generator("cuda" if torch.cuda.is_available() else "cpu")
+        self._states[name] = generator.manual_seed(seed).get_state()
 
     @contextmanager
     def fork(self, name: str = MODEL_PARALLEL) -> Iterator[None]:
@@ -46,13 +45,13 @@ class RandomStates:
             raise ConfigError(
                 f"there is no random state {name!r}: call model_parallel_cuda_manual_seed(seed), or add(name, seed)"
             )
-        before = _get_state()
-        _set_state(self._states[name])
+        before = _random().get_rng_state()
+        _random().set_rng_state(self._states[name])
         try:
             yield
         finally:
-            self._states[name] = _get_state()
-            _set_state(before)
+            self._states[name] = _random().get_rng_state()
+            _random().set_rng_state(before)
 
     def get_states(self) -> dict[str, Tensor]:
         """All states, by name."""
@@ -81,19 +80,6 @@ TRACKER = RandomStates()
 """One for the process."""
 
 
-def _get_state() -> Tensor:
-    return torch.cuda.get_rng_state() if torch.cuda.is_available() else torch.get_rng_state()
-
-
-def _set_state(state: Tensor) -> None:
-    if torch.cuda.is_available():
-        torch.cuda.set_rng_state(state)
-    else:
-        torch.set_rng_state(state)
-
-
-def _seed(seed: int) -> None:
-    if torch.cuda.is_available():
-        torch.cuda.manual_seed(seed)
-    else:
-        torch.default_generator.manual_seed(seed)
+def _random() -> Any:
+    """The module with the default generator's ``get_rng_state`` and ``set_rng_state``."""
+    return torch.cuda if torch.cuda.is_available() else torch

@@ -47,7 +47,9 @@ class Routing:
         if self._num_models == 0:
             check_routable()
             self._original = getattr(torch_checkpoint, NON_REENTRANT)
-            self._num_options = _num_options(self._original)
+            kinds = [parameter.kind for parameter in inspect.signature(self._original).parameters.values()]
+            # Positional parameters between the function and its arguments.
+            self._num_options = kinds.index(inspect.Parameter.VAR_POSITIONAL) - 1
             setattr(torch_checkpoint, REENTRANT, _RoutedFunction)
             setattr(torch_checkpoint, NON_REENTRANT, self._routed)
         self._num_models += 1
@@ -66,12 +68,9 @@ class Routing:
             return
         options, inputs = args[: self._num_options], args[self._num_options :]
         call = CheckpointedCall(checkpointer, function, inputs, kwargs, only_recomputes=True)
-        del (
-            args,
-            inputs,
-            kwargs,
-        )  # the frame of a generator lives on during the forward, and would keep the inputs alive
-        with call.saving(), call.forward():
+        # The frame of a generator lives on during the forward, and would keep the inputs alive.
+        del args, inputs, kwargs
+        with call.saving(), call.entered("forward"):
             yield from self._original(call, *options, *call.take_leaves())
 
 
@@ -87,9 +86,3 @@ def check_routable() -> None:
             f"torch {torch.__version__} has no torch.utils.checkpoint.{missing[0]}: activation_checkpointing of the "
             "configuration does not apply to its calls; call zero.checkpoint(function, *args) instead"
         )
-
-
-def _num_options(function: Any) -> int:
-    """Positional parameters between the function and its arguments."""
-    kinds = [parameter.kind for parameter in inspect.signature(function).parameters.values()]
-    return kinds.index(inspect.Parameter.VAR_POSITIONAL) - 1
