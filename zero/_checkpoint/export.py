@@ -5,7 +5,6 @@ from __future__ import annotations
 from math import prod
 from operator import index as index_of
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -79,10 +78,6 @@ def _folder(checkpoint: Path, tag: str | None) -> Path:
     return checkpoint / latest
 
 
-def _shape(entry: dict[str, Any]) -> tuple[int, ...]:
-    return tuple(int(index_of(n)) for n in entry["shape"])
-
-
 def _wanted(index: Index, dtype: torch.dtype | None) -> dict[str, tuple[str, torch.dtype, tuple[int, ...]]]:
     """Maps the name of each tensor to write to its key in the checkpoint, and the dtype and shape to write."""
     wanted: dict[str, tuple[str, torch.dtype, tuple[int, ...]]] = {}
@@ -93,7 +88,7 @@ def _wanted(index: Index, dtype: torch.dtype | None) -> dict[str, tuple[str, tor
         )
     for kind, section in (("weight", "parameters"), ("buffer", "buffers")):
         for name, entry in index.content[section].items():
-            own, shape = DTYPES[entry["dtype"]], _shape(entry)
+            own, shape = DTYPES[entry["dtype"]], tuple(int(index_of(n)) for n in entry["shape"])
             key = f"{kind}/{name}"
             numel: int = prod(shape)
             if key not in index.tensors and numel:

@@ -120,13 +120,10 @@ def state_parts(internals: OptimizerParts) -> list[FlatPart]:
                 parts.append(local.part(f"state/{name}/{local.name}", value, name))
                 continue
             kind = _scalar_kind(internals, local.name, name, value)
-            stored = value.detach() if isinstance(value, Tensor) else torch.tensor(value, dtype=_wide(value))
+            wide = torch.int64 if isinstance(value, int) else torch.float64
+            stored = value.detach() if isinstance(value, Tensor) else torch.tensor(value, dtype=wide)
             parts.append(FlatPart.of(f"{kind}/{name}/{local.name}", stored))
     return parts
-
-
-def _wide(value: float) -> torch.dtype:
-    return torch.int64 if isinstance(value, int) else torch.float64
 
 
 def _scalar_kind(internals: OptimizerParts, param: str, name: str, value: Any) -> str:

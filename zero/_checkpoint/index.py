@@ -172,9 +172,8 @@ def _check_files(
         try:
             with open_own(folder / name) as file:
                 found = os.fstat(file.fileno()).st_size
-                header_nbytes, crc32 = headers.get(
-                    name, (0, 0)
-                )  # older checkpoints store none: 0 bytes have checksum 0
+                # Older checkpoints store no headers: 0 bytes have checksum 0.
+                header_nbytes, crc32 = headers.get(name, (0, 0))
                 is_damaged = not 0 <= header_nbytes <= found or zlib.crc32(file.read(header_nbytes)) != crc32
         except OSError as error:
             raise CheckpointError(f"{folder / name} is missing ({error.strerror}){_others(folder)}") from error

@@ -67,8 +67,9 @@ def _check_own_path(path: Path, model_parallel: ModelParallel) -> None:
 
 def _write_safetensors(runtime: Runtime, path: Path, chosen: set[str]) -> None:
     buffers = named_buffers(runtime.model)
+    slots = [(bucket.dtype, slot) for bucket in runtime.buckets for slot in bucket.layout.slots]
     layout: Layout = {
-        **_layout_of_parameters(runtime, chosen),
+        **{slot.name: (dtype, slot.shape) for dtype, slot in slots if slot.name in chosen},
         **{name: (buffer.dtype, tuple(buffer.shape)) for name, buffer in buffers.items()},
     }
     writer, failures = None, list[CheckpointError]()
@@ -96,11 +97,6 @@ def _collecting(failures: list[CheckpointError]) -> Iterator[None]:
         failures.append(error)
     except Exception as error:  # the other ranks are in the next gather: they get the error at the end
         failures.append(CheckpointError(f"the model could not be written: {error!r}"))
-
-
-def _layout_of_parameters(runtime: Runtime, chosen: set[str]) -> Layout:
-    slots = ((bucket.dtype, slot) for bucket in runtime.buckets for slot in bucket.layout.slots)
-    return {slot.name: (dtype, slot.shape) for dtype, slot in slots if slot.name in chosen}
 
 
 def _values(runtime: Runtime, chosen: set[str]) -> Iterator[tuple[str, Tensor]]:

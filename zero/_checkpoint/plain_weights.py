@@ -213,14 +213,16 @@ def index_of_weights(path: Path, internals: OptimizerParts) -> Index:
         if known is not None:
             file, entry = entries[known]
             tensors[f"{kind}/{name}"] = _stored(file, entry)
-            shapes[kind][name] = {"shape": list(entry.shape), "dtype": CODES[entry.dtype]}
+            shapes[kind][name] = _described(entry)
             used.update(names)
-    for name in entries.keys() - used:
-        _, entry = entries[name]
-        shapes["weight"][name] = {"shape": list(entry.shape), "dtype": CODES[entry.dtype]}
+    shapes["weight"] |= {name: _described(entries[name][1]) for name in entries.keys() - used}
     folder = path if path.is_dir() else path.parent
     content = {"parameters": shapes["weight"], "buffers": shapes["buffer"], "world_size": 0, "optimizer": None}
     return Index(folder, tensors, content, _sampled(files))
+
+
+def _described(entry: TensorEntry) -> dict[str, Any]:
+    return {"shape": list(entry.shape), "dtype": CODES[entry.dtype]}
 
 
 def _sampled(files: list[Path]) -> str:

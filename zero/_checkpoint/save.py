@@ -60,18 +60,15 @@ def _check(index: Index) -> None:
         expected |= dict(_references(document))
     for key, numel in expected.items():
         stored = index.tensors.get(key)
-        if (0 if stored is None else stored.numel) != numel or (stored is None and not _may_lack(key)):
+        may_lack = numel == 0 and key.startswith("weight/")  # no rank has a part of a parameter without elements
+        is_complete = may_lack if stored is None else stored.numel == numel
+        if not is_complete:
             found = "is missing" if stored is None else f"has {stored.numel} elements"
             raise _not_loadable(index, f"tensor {key!r}, of {numel} elements, {found}")
 
 
 def _not_loadable(index: Index, why: str) -> CheckpointError:
     return CheckpointError(f"what was written to {index.folder} could not be loaded, and does not count: {why}")
-
-
-def _may_lack(key: str) -> bool:
-    """Whether ``key`` may be missing if it has no elements: no rank has a part of an empty parameter."""
-    return key.startswith("weight/")
 
 
 def _named(content: Any) -> Iterator[tuple[str, int]]:
