@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from zcomm import LayoutError, StateError, Topology, control
 from zero._access.gathered_parameters import GatheredParameters
-from zero._ranks.rank_errors import on_every_rank
+from zero._ranks.rank_errors import on_every_rank, share_text
 from zero._sharding.bucket import is_managed
 from zero._storage.pretrained_reader import open_tensors
 
@@ -76,7 +76,7 @@ def load_pretrained(
         _load(names, contents, topology)
     kept = {id(tensors[name]) for name in chosen}
     missing = [name for name, tensor in tensors.items() if id(tensor) not in kept]
-    return Loaded(missing, json.loads(_from_rank_0(json.dumps(contents.unexpected), topology)))
+    return Loaded(missing, json.loads(share_text(json.dumps(contents.unexpected), 0, topology)))
 
 
 def _load(group: dict[str, Tensor], contents: Contents, topology: Topology) -> None:
@@ -150,13 +150,3 @@ def _by_bucket(tensors: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
         shard = getattr(tensor, "zero_shard", None)
         groups.setdefault(0 if shard is None else id(shard.bucket), {})[name] = tensor
     yield from groups.values()
-
-
-def _from_rank_0(text: str, topology: Topology) -> str:
-    data = torch.tensor(list(text.encode()), dtype=torch.uint8)
-    size = torch.tensor([data.numel()])
-    control.broadcast_(size, 0, topology)
-    if topology.rank != 0:
-        data = torch.empty(int(size), dtype=torch.uint8)
-    control.broadcast_(data, 0, topology)
-    return bytes(data.tolist()).decode()

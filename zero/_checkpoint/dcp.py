@@ -50,7 +50,6 @@ from zero._checkpoint.durability import (
     METADATA,
     create_file,
     latest_line,
-    locked,
     make_folder,
     remove_file,
     remove_stale_shards,
@@ -59,6 +58,7 @@ from zero._checkpoint.durability import (
     sync_folder,
 )
 from zero._checkpoint.index import CHUNK_NUMEL, UNREADABLE, Index, StoredChunk, StoredTensor, read_index, write_index
+from zero._storage.process_folder import locked
 from zero._storage.safetensors_file import as_bytes, from_bytes, make_header
 from zero.errors import CheckpointError
 
@@ -252,6 +252,8 @@ class FolderWriter(StorageWriter):
             tensors[key] = StoredTensor(stored.properties.dtype, stored.size.numel(), of_key)
         content = {**self._content, "headers": headers}
         try:
+            # Without the lock two saves under one tag could each delete the shards that the other's metadata refers to.
+            # Where there are no locks, only _check_own protects.
             with locked(self._folder):
                 self._check_own()
                 self._check_visible(files)

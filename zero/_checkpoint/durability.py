@@ -14,7 +14,6 @@ order of these calls is tested by tests/zero/test_checkpoint_power.py, which rep
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import stat
@@ -115,21 +114,6 @@ def make_folder(folder: Path) -> None:
     # that was synced inside it.
     for path in missing:
         sync_folder(path.parent)
-
-
-@contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of ``folder``: saves under one tag, by threads or processes, commit one after the other.
-
-    Without it two saves could each delete the shards that the other's metadata.json refers to.
-    """
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        with suppress(OSError):  # a file system without locks: then only FolderWriter._check_own protects
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def sync_folder(folder: Path) -> None:

@@ -20,11 +20,12 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
+from zcomm import LayoutError
 from zero._checkpoint.durability import make_folder, remove_file, replace_file, sync_folder
 from zero._checkpoint.flat_parts import named_buffers
 from zero._checkpoint.index import CHUNK_NUMEL, Index, StoredChunk, StoredTensor
 from zero._runtime.optimizer_parts import OptimizerParts
-from zero._storage.pretrained_reader import is_plain_name
+from zero._storage.pretrained_reader import names_in
 from zero._storage.safetensors_file import CODES, TensorEntry, as_bytes, make_header, read_header
 from zero.errors import CheckpointError
 
@@ -183,12 +184,9 @@ def _files(path: Path) -> list[Path]:
     if not indices:
         return sorted(folder.glob("*.safetensors"))
     try:
-        names = set(json.loads(indices[0].read_text())["weight_map"].values())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{indices[0]} is not the index of safetensors files: {error!r}") from error
-    if not all(isinstance(name, str) and is_plain_name(name) for name in names):
-        raise CheckpointError(f"{indices[0]} names files outside its folder")
-    return [folder / name for name in sorted(names)]
+        return [folder / name for name in names_in(indices[0])]
+    except (OSError, LayoutError) as error:
+        raise CheckpointError(f"{indices[0]} is not the index of safetensors files: {error}") from error
 
 
 def index_of_weights(path: Path, internals: OptimizerParts) -> Index:

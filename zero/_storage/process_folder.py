@@ -68,8 +68,9 @@ class ClaimedFolder:
         self.path = parent / f"{PREFIX}{name}"
         self._owner = -1
         self._pid = os.getpid()
-        # One process at a time: no other may look at the folder between mkdir and a complete owner file.
-        with _locked(parent):
+        # One process at a time: no other may look at the folder between mkdir and a complete owner file. Without locks
+        # the names of folders are unique all the same.
+        with locked(parent):
             _remove_dead(parent)
             self.path.mkdir(mode=0o700)
             try:
@@ -94,11 +95,11 @@ class ClaimedFolder:
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Hold a folder's lock: one process of this host at a time claims and cleans up there."""
+def locked(folder: Path) -> Iterator[None]:
+    """Hold the lock of ``folder``: threads and processes of this host that ask for it go one after the other."""
     number = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        with suppress(OSError):  # a file system without locks: folder names are unique all the same
+        with suppress(OSError):  # a file system without locks
             fcntl.flock(number, fcntl.LOCK_EX)
         yield
     finally:

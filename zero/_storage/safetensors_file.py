@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from math import prod
+from operator import index
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -84,8 +85,8 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
 
 def _entry(path: Path, name: str, value: object, base: int, nbytes: int) -> TensorEntry:
     try:
-        dtype, shape = DTYPES[value["dtype"]], tuple(int(n) for n in value["shape"])  # type: ignore[index]
-        start, stop = (base + int(n) for n in value["data_offsets"])  # type: ignore[index]
+        dtype, shape = DTYPES[value["dtype"]], tuple(index(n) for n in value["shape"])  # type: ignore[index]
+        start, stop = (base + index(n) for n in value["data_offsets"])  # type: ignore[index]
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise CheckpointError(f"{path}: the entry of tensor {name!r} cannot be read: {value!r}") from error
     if not base <= start <= stop or min(shape, default=0) < 0 or stop - start != prod(shape) * dtype.itemsize:
