@@ -81,9 +81,8 @@ def GatheredParameters(  # noqa: N802  (DeepSpeed's name)
             with calling_over(owner.topology, name):
                 if modifier_rank is not None and isinstance(owner, Runtime):
                     owner.finish_update(writes_back=True)
-                slots = dict(
-                    sorted(unordered.items(), key=lambda item: item[0].index)
-                )  # gathers in the same order on every rank, else deadlock
+                # The same order of gathers on every rank, else deadlock.
+                slots = dict(sorted(unordered.items(), key=lambda item: item[0].index))
                 stack.enter_context(owner.gathered(list(slots)))
                 if modifier_rank is not None:
                     stack.enter_context(owner.modified(slots, modifier_rank))

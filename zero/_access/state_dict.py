@@ -103,9 +103,8 @@ class StateDicts:
             handles += [replace, end_save, end_load]
             handles.append(module.register_state_dict_pre_hook(self._before_save))  # type: ignore[no-untyped-call]
             handles.append(module.register_load_state_dict_pre_hook(self._before_load))  # type: ignore[no-untyped-call]
-        if (
-            self._owner.stage.shards_parameters
-        ):  # pickle meets it before hooks of forward, of which it would tell nothing
+        # pickle meets this hook before others of forward, of which it would tell nothing.
+        if self._owner.stage.shards_parameters:
             handles.append(self._model.register_forward_hook(partial(self._refuse_pickle), prepend=True))
         return handles
 

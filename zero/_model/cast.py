@@ -38,14 +38,10 @@ def cast(model: nn.Module, dtype: torch.dtype | None, kept: Sequence[str] = ()) 
         if name not in names:
             raise ConfigError(f"keep_in_fp32_modules must name modules: there is no {name!r} in {type(model).__name__}")
     before = list(model.parameters())
-    with _without_partitioned(model):
-        model.to(dtype)
-    _convert_partitioned(model, dtype=dtype)
+    _convert(model, dtype=dtype)
     for name, module in model.named_modules():
         if any(part in kept for part in (name, f".{name}", *name.split("."))):
-            with _without_partitioned(module):
-                module.float()
-            _convert_partitioned(module, dtype=torch.float32)
+            _convert(module, dtype=torch.float32)
             _widen_inputs(module)
     _check_same(before, model)
 
@@ -53,9 +49,7 @@ def cast(model: nn.Module, dtype: torch.dtype | None, kept: Sequence[str] = ()) 
 def move(model: nn.Module, device: torch.device) -> None:
     """Move ``model`` to ``device`` in place."""
     before = list(model.parameters())
-    with _without_partitioned(model):
-        model.to(device)
-    _convert_partitioned(model, device=device)
+    _convert(model, device=device)
     _check_same(before, model)
 
 
@@ -95,9 +89,9 @@ def _widen_inputs(module: nn.Module) -> None:
         module.register_forward_hook(hooks.after, always_call=True)
 
 
-def _convert_partitioned(
-    model: nn.Module, *, device: torch.device | None = None, dtype: torch.dtype | None = None
-) -> None:
+def _convert(model: nn.Module, *, device: torch.device | None = None, dtype: torch.dtype | None = None) -> None:
+    with _without_partitioned(model):
+        model.to(device=device, dtype=dtype)
     for param in model.parameters():
         construction = construction_of(param)
         if construction is not None and (device not in (None, param.device) or dtype not in (None, param.dtype)):

@@ -197,9 +197,8 @@ class Init:
         if not _ACTIVE:
             _unwrap_constructors()
             _BUILDING.clear()  # ids are reused: one left behind would keep another module from being partitioned
-        if isinstance(error, Exception) and not is_agreed(
-            error
-        ):  # else the other ranks deadlock in their next exchange
+        # Without it the other ranks deadlock in their next exchange.
+        if isinstance(error, Exception) and not is_agreed(error):
             raise_on_every_rank(error, construction.topology)
         if error is None:
             construction.close_unused(even_used=True)

@@ -19,7 +19,7 @@ from __future__ import annotations
 import gc
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -242,9 +242,8 @@ class BuiltParameters:
 
     def _broadcast_values(self, bucket: Bucket, rank: int) -> None:
         dtypes = {param.dtype for param in bucket.params}
-        if (
-            len(dtypes) == 1 and dtypes != {bucket.dtype} and bucket.full is not None
-        ):  # the module was cast in its constructor
+        # Another dtype: the module was cast in its constructor.
+        if len(dtypes) == 1 and dtypes != {bucket.dtype} and bucket.full is not None:
             self._convert(bucket, bucket.device, dtypes.pop())
             bucket.full = bucket.full.to(bucket.dtype)
             for param in bucket.params:
@@ -296,9 +295,8 @@ class BuiltParameters:
                     one.data = empty
 
 
-def _without_torch_modes() -> AbstractContextManager[None]:
-    """Disable ``torch.device("meta")`` and other modes under which a constructor may run."""
-    return torch._C.DisableTorchFunction()
+_without_torch_modes = torch._C.DisableTorchFunction
+"""Disables ``torch.device("meta")`` and other modes under which a constructor may run."""
 
 
 def _num_uses(bucket: Bucket) -> int:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -175,7 +175,7 @@ class FileStore:
             number = store.queue.create(str(path), nbytes, is_checked=True)
         except OSError as error:  # another process took the space since the check, or a quota is smaller
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                _refuse_space(self.folder, needed, _free_nbytes(self.folder))
+                raise _no_space(self.folder, needed) from error
             raise
         file = store.files[name] = StoredFile(path, int(store.queue.size(number)), number)
         return file
@@ -308,13 +308,12 @@ def _free_nbytes(folder: Path) -> int:
 
 
 def _check_space(folder: Path, needed: int) -> None:
-    free = _free_nbytes(folder)
-    if needed > free:
-        _refuse_space(folder, needed, free)
+    if needed > _free_nbytes(folder):
+        raise _no_space(folder, needed)
 
 
-def _refuse_space(folder: Path, needed: int, free: int) -> NoReturn:
-    raise OSError(errno.ENOSPC, f"{needed} bytes are needed and {free} are free", str(folder))
+def _no_space(folder: Path, needed: int) -> OSError:
+    return OSError(errno.ENOSPC, f"{needed} bytes are needed and {_free_nbytes(folder)} are free", str(folder))
 
 
 def _explained(error: OSError, path: Path) -> OSError:

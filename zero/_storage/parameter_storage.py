@@ -109,7 +109,16 @@ class ParameterStorage(RuntimePart):
             keeps_on = self._device if self._tiers.parameters.tier is Tier.DEVICE else torch.device("cpu")
             return QuantizedShard(values, plan.cuts, self._topology, keeps_on=keeps_on)
         if index in self._in_files:
-            shard_storage = self._in_file(plan, updates_on_host=updates_on_host)
+            assert self._staging is not None, "a file without a store"
+            shard_storage = FileShard(
+                placeholder(plan.numel, plan.dtype),
+                self._files[plan.name],
+                plan.cuts,
+                self._staging,
+                self._copies,
+                gaps=plan.gaps,
+                updates_on_host=updates_on_host,
+            )
             for start, stop in plan.cuts:
                 shard_storage.target(start, stop, torch.device("cpu")).copy_(values[start:stop])
                 shard_storage.written(start, stop)
@@ -122,18 +131,6 @@ class ParameterStorage(RuntimePart):
     def leave(self, shard: Tensor, *, updates_on_host: bool) -> ShardStorage:
         """Storage for a shard that stays where it is."""
         return InMemoryShard(shard, updates_on_host=updates_on_host)
-
-    def _in_file(self, plan: ShardPlan, *, updates_on_host: bool) -> FileShard:
-        assert self._staging is not None, "a file without a store"
-        return FileShard(
-            placeholder(plan.numel, plan.dtype),
-            self._files[plan.name],
-            plan.cuts,
-            self._staging,
-            self._copies,
-            gaps=plan.gaps,
-            updates_on_host=updates_on_host,
-        )
 
     def read_ahead(self, upcoming: Iterable[tuple[ShardStorage, int]]) -> None:
         """Read ahead what is gathered next: shards, each from the given exchange on."""

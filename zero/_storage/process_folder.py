@@ -49,9 +49,8 @@ def _boot() -> str:
 def _start_time(pid: int) -> str:
     """Start time in kernel ticks since boot; empty if there is no such process, or it is a zombie."""
     try:
-        fields = (
-            Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        )  # the process's name may have blanks in it
+        # The process's name, in parentheses, may have blanks in it.
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return ""
     return "" if fields[0] in "ZX" else fields[19]
@@ -130,9 +129,8 @@ def _read_owner(number: int) -> _ProcessIdentity | None:
 
 def _remove_dead(parent: Path) -> None:
     for folder in parent.glob(f"{PREFIX}*"):
-        with suppress(
-            OSError, ValueError, TypeError, LookupError, RecursionError
-        ):  # not an owner file of ours: leave it
+        # What raises one of these is no owner file of ours, and is left.
+        with suppress(OSError, ValueError, TypeError, LookupError, RecursionError):
             number = os.open(folder / OWNER, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             try:
                 owner = _read_owner(number)

@@ -6,7 +6,7 @@ from functools import partial
 from typing import NamedTuple
 
 from zcomm._base.rank_context import PerRank
-from zcomm._transport.traffic import Count, TrafficCounter, Window
+from zcomm._transport.traffic import TrafficCounter, Window
 
 LINKS = ("to_host", "to_device", "read", "write")
 """Device to host, host to device, file to host, host to file."""
@@ -30,34 +30,29 @@ def record(kind: str, link: str, nbytes: int) -> None:
     _COUNTER().add((kind, link), 1, 0, nbytes)
 
 
-class TransferCounts:
+class TransferCounts(Window[TransferKey]):
     """Counts since import, or within a ``with moved() as m:`` block.
 
     Within the block the counts grow; after it they stay. A transfer counts when it starts.
     """
 
     def __init__(self) -> None:
-        self._window = Window(_COUNTER())
-
-    @property
-    def counts(self) -> dict[TransferKey, Count]:
-        """All counts by key; ``elements`` is 0."""
-        return self._window.counts
+        super().__init__(_COUNTER())
 
     def __enter__(self) -> TransferCounts:
-        self._window.open()
+        self.open()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._window.close()
+        self.close()
 
     def calls(self, *, kind: str | None = None, link: str | None = None) -> int:
         """The number of transfers; None: of every kind or link."""
-        return self._window.total(0, (kind, link))
+        return self.total(0, (kind, link))
 
     def bytes(self, *, kind: str | None = None, link: str | None = None) -> int:
         """Bytes moved."""
-        return self._window.total(2, (kind, link))
+        return self.total(2, (kind, link))
 
     def table(self) -> str:
         """A table with one line per key, and the total."""
