@@ -15,7 +15,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -131,19 +131,13 @@ def _groups(model: nn.Module, topology: Topology | None) -> list[dist.ProcessGro
     return [topology.process_group] if topology is not None and topology.process_group is not None else []
 
 
-class _CheckedArguments(NamedTuple):
-    ddp: DistributedDataParallel
-    recipe: Recipe
-    choices: dict[int, FormatChoice]
-
-
 def _checked(
     model: nn.Module,
     recipe: str | Recipe,
     overrides: Mapping[str, Override],
     topology: Topology | None,
     backend_and_kernels: tuple[BackendWish, KernelsName],
-) -> _CheckedArguments:
+) -> tuple[DistributedDataParallel, Recipe, dict[int, FormatChoice]]:
     """Look the arguments up; raise if this rank cannot install. No communication: other ranks may not get here."""
     if not isinstance(model, DistributedDataParallel):
         raise ConfigError(f"model must be a DistributedDataParallel: got {type(model).__name__}; wrap it first")
@@ -160,7 +154,7 @@ def _checked(
             f"the topology must be over the ranks of DDP's process group: {topology}, "
             f"group of {dist.get_world_size(group)}, rank {dist.get_rank(group)}"
         )
-    return _CheckedArguments(model, recipe, choices)
+    return model, recipe, choices
 
 
 def _largest_bucket(ddp: DistributedDataParallel) -> tuple[int, torch.device]:
@@ -179,23 +173,20 @@ def _choices(
     ddp: DistributedDataParallel, recipe: Recipe, overrides: Mapping[str, Override]
 ) -> dict[int, FormatChoice]:
     """Each parameter's formats, by its id; LayoutError for parameters that are not supported."""
-    names: dict[int, list[str]] = {}
-    parameters: dict[int, nn.Parameter] = {}
+    names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in ddp.module.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(clean_name(name))
-        parameters[id(parameter)] = parameter
+        names.setdefault(parameter, []).append(clean_name(name))
     for module_name, module in ddp.module.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
             raise LayoutError(f"module {clean_name(module_name)!r} has sparse gradients: use sparse=False")
-    chosen = choose_formats(
-        (NamedParameter(tuple(names[key]), p.numel()) for key, p in parameters.items()), recipe, overrides
-    )
-    for parameter, choice in zip(parameters.values(), chosen, strict=True):
+    named = [NamedParameter(tuple(of_parameter), parameter.numel()) for parameter, of_parameter in names.items()]
+    chosen = dict(zip(names, choose_formats(named, recipe, overrides), strict=True))
+    for parameter, choice in chosen.items():
         if not parameter.is_floating_point():
             raise LayoutError(f"parameter {choice.name!r} must be real floating point: dtype={parameter.dtype}")
         for wire in (*choice.wires.gradients, choice.wires.reduced):
             codec_for(wire, parameter.dtype)
-    return dict(zip(parameters, chosen, strict=True))
+    return {id(parameter): choice for parameter, choice in chosen.items()}
 
 
 def _check_hooks(ddp: DistributedDataParallel) -> None:
@@ -322,9 +313,7 @@ class _Compressed:
         exchanges, copy = self._exchanges_of(bucket), bucket.buffer().clone()
         exact, compressed = plain_mean(bucket).wait(), self._start(copy, exchanges).wait()
         for one in exchanges:
-            one.tally.measure(
-                one.piece.take(exact.view(1, -1)), one.piece.take(compressed.view(1, -1)), one.piece.sizes
-            )
+            one.measure(exact.view(1, -1), compressed.view(1, -1))
         done = new_future(copy.device)
         done.set_result(exact)
         return done

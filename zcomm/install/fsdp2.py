@@ -132,10 +132,8 @@ class _TransportOptions(NamedTuple):
     scaler: ScalerSetting
 
 
-class _Checked(NamedTuple):
-    units: list[FSDPUnit]
-    recipe: Recipe
-    unit_choices: list[Sequence[FormatChoice]]
+_Checked = tuple[list[FSDPUnit], Recipe, list[Sequence[FormatChoice]]]
+"""The units, the recipe, and the formats of every unit's parameters."""
 
 
 def _checked(
@@ -154,7 +152,7 @@ def _checked(
     _check_kernels(units, options)
     for device in dict.fromkeys(unit.group.device for unit in units):
         check_backend("install_fsdp2", options.topology, options.backend, options.kernels, device)
-    return _Checked(units, recipe, unit_choices)
+    return units, recipe, unit_choices
 
 
 def _groups(
@@ -241,7 +239,7 @@ def _install(planner: UnitPlanner, replicate_group: dist.ProcessGroup | None, *,
         group = unit.group
         unit.module.set_custom_all_gather(ShadowAllGather(group._all_gather_comm, ZcommAllGather(planner)))
         unit.module.set_custom_reduce_scatter(
-            ShadowReduceScatter(group._reduce_scatter_comm, ZcommReduceScatter(planner), unit)
+            ShadowReduceScatter(group._reduce_scatter_comm, ZcommReduceScatter(planner))
         )
         return
     unit.module.reshard()  # or the next forward would use parameters that torch's all-gather filled, unquantized

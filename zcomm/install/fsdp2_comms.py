@@ -15,6 +15,7 @@ use the current stream. An exchange on another stream would race with FSDP2's co
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -56,6 +57,7 @@ class UnitPlanner:
         self.unit, self.choices, self.record = unit, tuple(choices), record
         self._topology, self._residual_of = topology, residual_of
         self._trainable = [i for i, trainable in enumerate(unit.is_trainable) if trainable]
+        self.gather_over, self.reduce_over = cache(self._plan_gather), cache(self._plan_reduce)
 
     def comm_over(self, group: dist.ProcessGroup) -> Comm:
         """Return the Topology, over two hops, if ``group`` has all ranks of this unit; else ``group``, over one hop."""
@@ -69,7 +71,7 @@ class UnitPlanner:
         """Whether ``group`` is the one that the parameters are sharded over."""
         return tuple(dist.get_process_group_ranks(group)) == self.unit.ranks
 
-    def plan_gather(self, group: dist.ProcessGroup, dtype: torch.dtype) -> list[PieceExchange]:
+    def _plan_gather(self, group: dist.ProcessGroup, dtype: torch.dtype) -> list[PieceExchange]:
         """Plan the pieces of an all-gather over ``group``."""
         choices = self.choices
         if not self.is_shard_group(group):
@@ -85,22 +87,17 @@ class UnitPlanner:
             for piece in pieces
         ]
 
-    def plan_reduce(self, group: dist.ProcessGroup, numel: int, dtype: torch.dtype) -> list[PieceExchange]:
+    def _plan_reduce(self, group: dist.ProcessGroup, numel: int, dtype: torch.dtype) -> list[PieceExchange]:
         """Plan the pieces of a reduce-scatter over ``group`` to ``numel`` columns."""
-        comm = self.comm_over(group)
-        pieces = self.gradient_pieces(group, numel, lambda choice: choice.wires.gradients)
-        exchanges = []
-        for piece in pieces:
+        comm, exchanges = self.comm_over(group), []
+        for piece in self.gradient_pieces(group, numel, lambda choice: choice.wires.gradients):
             wire = self.formats_for(piece.choices[0].wires.gradients, comm)
             tally = self._tally("gradients", piece, wire, comm, dtype)
-            residual = self.residual(ZcommReduceScatter, piece, comm, group.size()) if self._is_lossy(wire) else None
+            # Only the errors of the last hop are worth a residual, if it quantizes.
+            is_lossy = (wire[1] if isinstance(wire, tuple) else wire).block
+            residual = self.residual(ZcommReduceScatter, piece, comm, group.size()) if is_lossy else None
             exchanges.append(PieceExchange(piece, tally, residual))
         return exchanges
-
-    @staticmethod
-    def _is_lossy(wire: Any) -> bool:
-        """Whether the last hop quantizes: only its errors are worth a residual."""
-        return bool((wire[1] if isinstance(wire, tuple) else wire).block)
 
     def residual(
         self, kind: type[ZcommReduceScatter] | type[ReplicaAllReduce], piece: FormatPiece, comm: Comm, num_rows: int
@@ -160,33 +157,25 @@ def formats_text(wire: Format | tuple[Format, ...]) -> str:
     return "uncompressed" if {f.name for f in formats} == {"none"} else ",".join(map(str, formats))
 
 
-class _Allocates:
-    """The method ``allocate`` of torch's own objects."""
+class _UnitComm:
+    """One unit's planner, and the method ``allocate`` of torch's own objects."""
+
+    def __init__(self, planner: UnitPlanner) -> None:
+        self.planner = planner
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Allocate a buffer for FSDP2."""
         return torch.empty(*size, dtype=dtype, device=device)
 
 
-class ZcommAllGather(_Allocates):
+class ZcommAllGather(_UnitComm):
     """Quantized all-gather of one unit's parameters."""
-
-    def __init__(self, planner: UnitPlanner) -> None:
-        self._planner = planner
-        self._exchanges: dict[tuple[dist.ProcessGroup, torch.dtype], list[PieceExchange]] = {}
-
-    def exchanges_over(self, group: dist.ProcessGroup, dtype: torch.dtype) -> list[PieceExchange]:
-        """Return the pieces of an all-gather over ``group``; planned at the first call."""
-        key = (group, dtype)
-        if key not in self._exchanges:
-            self._exchanges[key] = self._planner.plan_gather(group, dtype)
-        return self._exchanges[key]
 
     def __call__(self, *, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, **_: object) -> None:
         """Gather ``input_tensor`` into ``output_tensor``. On CUDA this only enqueues work on the current stream."""
-        comm, rows = self._planner.comm_over(group), output_tensor.view(group.size(), -1)
-        backend = self._planner.backend_of(comm)
-        for one in self.exchanges_over(group, output_tensor.dtype):
+        comm, rows = self.planner.comm_over(group), output_tensor.view(group.size(), -1)
+        backend = self.planner.backend_of(comm)
+        for one in self.planner.gather_over(group, output_tensor.dtype):
             piece, wire = one.piece, one.wires.weights
             shard = piece.take(input_tensor.view(1, -1))[0]
             if piece.is_view:
@@ -199,34 +188,24 @@ class ZcommAllGather(_Allocates):
             one.tally.calls += 1
 
 
-class ZcommReduceScatter(_Allocates):
+class ZcommReduceScatter(_UnitComm):
     """Quantized reduce-scatter of one unit's gradients, summed in float32 whatever their dtype."""
-
-    def __init__(self, planner: UnitPlanner) -> None:
-        self._planner = planner
-        self._exchanges: dict[tuple[dist.ProcessGroup, int, torch.dtype], list[PieceExchange]] = {}
-
-    def exchanges_over(self, group: dist.ProcessGroup, numel: int, dtype: torch.dtype) -> list[PieceExchange]:
-        """Return the pieces of a reduce-scatter over ``group`` to ``numel`` columns; planned at the first call."""
-        key = (group, numel, dtype)
-        if key not in self._exchanges:
-            self._exchanges[key] = self._planner.plan_reduce(group, numel, dtype)
-        return self._exchanges[key]
 
     def __call__(
         self, *, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, **_: object
     ) -> None:
         """Sum (or average) ``input_tensor`` over the ranks into ``output_tensor``."""
-        comm, rows = self._planner.comm_over(group), input_tensor.view(group.size(), -1)
-        backend = self._planner.backend_of(comm)
-        for one in self.exchanges_over(group, output_tensor.numel(), output_tensor.dtype):
-            piece, wire = one.piece, self._planner.formats_for(one.wires.gradients, comm)
+        comm, rows, record = self.planner.comm_over(group), input_tensor.view(group.size(), -1), self.planner.record
+        backend = self.planner.backend_of(comm)
+        for one in self.planner.reduce_over(group, output_tensor.numel(), output_tensor.dtype):
+            piece, wire = one.piece, self.planner.formats_for(one.wires.gradients, comm)
             start, stop = piece.ranges[0]
             shard = output_tensor[start:stop] if piece.is_view else output_tensor.new_empty(piece.numel)
-            key = self._planner.record.carried.next_random_key(*(wire if isinstance(wire, tuple) else (wire,)))
-            source, residual = piece.take(rows), one.start(self._planner.record.scaling)
-            how: dict[str, Any] = {"format": wire, "residual": residual, "random": key, "backend": backend}
-            reduce_scatter_single(shard, source, op, group=comm, **how)
+            key = record.carried.next_random_key(*(wire if isinstance(wire, tuple) else (wire,)))
+            reduce_scatter_single(
+                shard, piece.take(rows), op, group=comm, format=wire, residual=one.start(record.scaling), random=key,
+                backend=backend,
+            )  # fmt: skip
             if not piece.is_view:
                 piece.put(shard.view(1, -1), output_tensor.view(1, -1))
             one.tally.calls += 1
@@ -242,7 +221,7 @@ class ReplicaAllReduce:
     def __init__(self, planner: UnitPlanner, group: dist.ProcessGroup) -> None:
         self._planner, self._group = planner, group
         self._partial: Tensor | None = None
-        self._exchanges: dict[tuple[int, torch.dtype], list[PieceExchange]] = {}
+        self._exchanges = cache(self._plan)
 
     def __call__(self, reduce_output: Tensor) -> None:
         """Replace ``reduce_output`` by its mean over the replicas."""
@@ -254,8 +233,8 @@ class ReplicaAllReduce:
             reduce_output += self._partial
             self._partial = None
         columns = reduce_output.view(1, -1)
-        for one in self._pieces(reduce_output):
-            piece, between, reduced = one.piece, one.wires.gradients[1], one.wires.reduced
+        for one in self._exchanges(reduce_output.numel(), reduce_output.dtype):
+            piece, (between, reduced) = one.piece, _formats_between(one.piece.choices[0])
             values, record = piece.take(columns), self._planner.record
             key, residual = record.carried.next_random_key(between, reduced), one.start(record.scaling)
             all_reduce(
@@ -266,42 +245,42 @@ class ReplicaAllReduce:
                 piece.put(values, columns)
             one.tally.calls += 1
 
-    def _pieces(self, reduce_output: Tensor) -> list[PieceExchange]:
-        key = (reduce_output.numel(), reduce_output.dtype)
-        if key not in self._exchanges:
-            shard_group = self._planner.unit.group.mesh_info.shard_process_group
-            pieces = self._planner.gradient_pieces(
-                shard_group, reduce_output.numel(), lambda choice: (choice.wires.gradients[1], choice.wires.reduced)
-            )
-            self._exchanges[key] = [self._plan(piece, reduce_output.dtype) for piece in pieces]
-        return self._exchanges[key]
-
-    def _plan(self, piece: FormatPiece, dtype: torch.dtype) -> PieceExchange:
-        loses = piece.choices[0].wires.gradients[1].block
-        residual = self._planner.residual(ReplicaAllReduce, piece, self._group, 1) if loses else None
-        return PieceExchange(piece, self._tally(piece, dtype), residual)
+    def _plan(self, numel: int, dtype: torch.dtype) -> list[PieceExchange]:
+        pieces = self._planner.gradient_pieces(self._planner.unit.process_group, numel, _formats_between)
+        exchanges = []
+        for piece in pieces:
+            loses = piece.choices[0].wires.gradients[1].block
+            residual = self._planner.residual(ReplicaAllReduce, piece, self._group, 1) if loses else None
+            exchanges.append(PieceExchange(piece, self._tally(piece, dtype), residual))
+        return exchanges
 
     def _tally(self, piece: FormatPiece, dtype: torch.dtype) -> PieceTotals:
-        hop, wires = hop_of_group(self._group), piece.choices[0].wires
-        shard_numel = -(-piece.numel // hop.size)
+        hop, used = hop_of_group(self._group), _formats_between(piece.choices[0])
+        shard_numel, peers = -(-piece.numel // hop.size), (hop.num_intra_peers, hop.num_inter_peers)
 
         def bytes_of(*formats: Any) -> volume.Sent:
-            peers = hop.num_intra_peers, hop.num_inter_peers
             sent = [volume.one_hop_sent(shard_numel, dtype, *peers, wire) for wire in formats]
             return volume.Sent(sum(s.intra for s in sent), sum(s.inter for s in sent))
 
-        used = (wires.gradients[1], wires.reduced)
-        return self._planner.record.new_tally(
-            piece.choices, f"replicas {formats_text(used)}", bytes_of(*used), bytes_of("none", "none")
-        )
+        text = f"replicas {formats_text(used)}"
+        return self._planner.record.new_tally(piece.choices, text, bytes_of(*used), bytes_of("none", "none"))
 
 
-class ShadowAllGather:
-    """torch's all-gather, and the quantized one into a copy to measure its error."""
+def _formats_between(choice: FormatChoice) -> tuple[Format, Format]:
+    """The formats of both halves of the all-reduce between replicas."""
+    return choice.wires.gradients[1], choice.wires.reduced
 
-    def __init__(self, own: Any, compressed: ZcommAllGather) -> None:
+
+class _Shadow:
+    """torch's ``own`` collective, and the quantized one into a copy to measure its error."""
+
+    def __init__(self, own: Any, compressed: Any) -> None:
         self._own, self._compressed = own, compressed
-        self.allocate = own.allocate
+        self._planner, self.allocate = compressed.planner, own.allocate
+
+
+class ShadowAllGather(_Shadow):
+    """An all-gather."""
 
     def __call__(self, *, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, **options: Any) -> Any:
         """Gather as torch does."""
@@ -312,16 +291,13 @@ class ShadowAllGather:
             work.wait()  # the comparison below reads the output on the current stream
         self._compressed(output_tensor=copy, input_tensor=values, group=group)
         exact, got = output_tensor.view(group.size(), -1), copy.view(group.size(), -1)
-        _measure(self._compressed.exchanges_over(group, copy.dtype), exact, got)
+        for one in self._planner.gather_over(group, copy.dtype):
+            one.measure(exact, got)
         return work
 
 
-class ShadowReduceScatter:
-    """torch's reduce-scatter, and the quantized one into a copy to measure its error."""
-
-    def __init__(self, own: Any, compressed: ZcommReduceScatter, unit: FSDPUnit) -> None:
-        self._own, self._compressed, self._unit = own, compressed, unit
-        self.allocate = own.allocate
+class ShadowReduceScatter(_Shadow):
+    """A reduce-scatter."""
 
     def __call__(
         self, *, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, **options: Any
@@ -336,12 +312,7 @@ class ShadowReduceScatter:
             output_tensor=copy, input_tensor=input_tensor, group=group, op=op if is_known else dist.ReduceOp.SUM
         )
         if not is_known:  # PREMUL_SUM: its factor can only be read from the unit
-            copy /= self._unit.group.gradient_divide_factor
-        exchanges = self._compressed.exchanges_over(group, copy.numel(), copy.dtype)
-        _measure(exchanges, output_tensor.view(1, -1), copy.view(1, -1))
+            copy /= self._planner.unit.group.gradient_divide_factor
+        for one in self._planner.reduce_over(group, copy.numel(), copy.dtype):
+            one.measure(output_tensor.view(1, -1), copy.view(1, -1))
         return work
-
-
-def _measure(exchanges: list[PieceExchange], exact: Tensor, compressed: Tensor) -> None:
-    for one in exchanges:
-        one.tally.measure(one.piece.take(exact), one.piece.take(compressed), one.piece.sizes)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from zcomm._formats.recipes import Wires
 from zcomm._residuals.grad_scaler import UserLossScale
 from zcomm._residuals.residual import Residual
@@ -38,3 +40,7 @@ class PieceExchange:
             self.residual.commit(unless=self.residual.exceeds(scale) if scaling.falls_at_overflow else False)
         self.residual.set_loss_scale(scale)
         return self.residual
+
+    def measure(self, exact: Tensor, compressed: Tensor) -> None:
+        """Add the errors of this piece of ``compressed`` rows to the report."""
+        self.tally.measure(self.piece.take(exact), self.piece.take(compressed), self.piece.sizes)

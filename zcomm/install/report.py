@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -95,14 +95,9 @@ class Report:
 
     def as_dict(self) -> dict[str, Any]:
         """The report as a dict of numbers, strings and lists, ready for JSON."""
-        rows = [
-            {
-                "modules": row.modules, "format": row.format, "why": row.why, "parameters": row.parameters,
-                "elements": row.elements, "sent": row.sent, "plain": row.plain,
-                "error": None if math.isnan(row.error) else row.error,
-            }
-            for row in self.rows
-        ]  # fmt: skip
+        rows = [asdict(row) | {"error": None if math.isnan(row.error) else row.error} for row in self.rows]
+        for row in rows:
+            del row["squares"]
         totals = {"sent": self.sent._asdict(), "plain": self.plain._asdict()}
         return {"title": self.title, "rows": rows, **totals, "notes": list(self.notes)}
 
