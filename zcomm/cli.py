@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    from zcomm._bench.command import add_bench, add_probe
+    from zcomm._bench.options import add_arguments, add_probe_arguments
 
     parser = argparse.ArgumentParser(prog="zcomm", description="Quantized, hierarchical collectives for PyTorch.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -37,8 +37,8 @@ def _parser() -> argparse.ArgumentParser:
         "env", help="print what is available here, and why something is not; please add it to bug reports"
     )
     environment.add_argument("--json", action="store_true", help="as JSON")
-    add_bench(commands.add_parser("bench", help="measure and check collectives, next to torch.distributed's own"))
-    add_probe(
+    add_arguments(commands.add_parser("bench", help="measure and check collectives, next to torch.distributed's own"))
+    add_probe_arguments(
         commands.add_parser("probe", help='measure links and kernels, and find the fastest formats for format="auto"')
     )
     return parser

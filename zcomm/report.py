@@ -106,10 +106,16 @@ def _available() -> dict[str, str]:
 
 
 def _described(reason: Callable[[], str], description: Callable[[], str]) -> str:
+    found = _text_of(reason)
+    return f"none: {found}" if found else description()
+
+
+def _text_of(reason: Callable[[], str]) -> str:
+    """The reason, or the error of an invalid setting, which must not prevent the report on it."""
     try:
-        return f"none: {found}" if (found := reason()) else description()
-    except (BackendUnavailableError, ConfigError) as error:  # an invalid setting must not prevent the report on it
-        return f"none: {error}"
+        return reason()
+    except (BackendUnavailableError, ConfigError) as error:
+        return str(error)
 
 
 def _cuda_unavailable_reason() -> str:
@@ -125,16 +131,14 @@ def _cuda_unavailable_reason() -> str:
 
 
 def _kernels() -> dict[str, str]:
-    try:
-        reason, is_triton = native_calls.unavailable_reason(), env.value("ZCOMM_KERNELS") == "triton"
-    except ConfigError as error:  # as above
-        reason, is_triton = str(error), False
+    reason = _text_of(native_calls.unavailable_reason)
     native = f"PyTorch reference: {reason}" if reason else f"native ({kernels.native_description()})"
-    found = {"CPU tensors": _triton("cpu") if is_triton else native}
-    found["float64"] = "PyTorch reference: no other kernels support float64"
-    found["CUDA tensors"] = _cuda_tensors()
-    found["files"] = _files()
-    return found
+    return {
+        "CPU tensors": _triton("cpu") if _text_of(lambda: env.value("ZCOMM_KERNELS")) == "triton" else native,
+        "float64": "PyTorch reference: no other kernels support float64",
+        "CUDA tensors": _cuda_tensors(),
+        "files": _files(),
+    }
 
 
 def _files() -> str:
@@ -155,11 +159,7 @@ def _cuda_tensors() -> str:
 
 
 def _triton(device_type: str) -> str:
-    try:
-        reason = on_triton.unavailable_reason(device_type)
-    except ConfigError as error:
-        reason = str(error)
-    if reason:
+    if reason := _text_of(lambda: on_triton.unavailable_reason(device_type)):
         return f"PyTorch reference: {reason}" if device_type == "cuda" else f"none: {reason}"
     return f"Triton {_version('triton')}" + (", interpreted" if device_type == "cpu" else "")
 

@@ -2,7 +2,7 @@
 
 size(B)    bytes of the full tensor, uncompressed     sent(B)   bytes that one rank sends, by zcomm.traffic()
 algbw      size / p50                                 inter(B)  bytes that one node sends to others, by zcomm.traffic()
-busbw      algbw x BUSBW_FACTOR                       wire(B)   bytes that one node sends, by the interface's counter
+busbw      algbw x (N - 1) / N, twice for all_reduce  wire(B)   bytes that one node sends, by the interface's counter
 /torch     p50 of torch's own call over p50           relerr    relative error against exact float64 sums
 /none      speedup over the same exchange uncompressed over as many hops (for auto: over two hops, if there are two);
            the median of the ratios within each round
@@ -10,6 +10,7 @@ busbw      algbw x BUSBW_FACTOR                       wire(B)   bytes that one n
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -22,9 +23,9 @@ from zcomm._bench.checking import Verdict, check
 from zcomm._bench.data import Tiles
 from zcomm._bench.harness import BenchReport, Column, Timing, slowest_of_ranks
 from zcomm._bench.interface import sent_nbytes
-from zcomm._bench.options import Options
-from zcomm._bench.workloads import BUSBW_FACTOR, REDUCTIONS, Workload, WorkloadFormats, auto_wire, wire_of
+from zcomm._bench.workloads import REDUCTIONS, Workload, WorkloadFormats, auto_wire, wire_of
 from zcomm._collectives.auto_format import AUTO
+from zcomm._formats.formats import FORMATS
 from zcomm._kernels import native_calls
 
 PANEL_INCHES = (5.0, 3.6)
@@ -99,7 +100,7 @@ class Case:
         else:
             self.workload.call_zcomm(self.wire)
 
-    def measure(self, options: Options) -> None:
+    def measure(self, options: argparse.Namespace) -> None:
         """Call once, check the result, count the bytes sent."""
         self.workload.poison()
         before = sent_nbytes(options.interface) if options.interface else 0
@@ -121,7 +122,7 @@ class Case:
     def row(self, timings: Mapping[str, Timing]) -> dict[str, Any]:
         """Return the row's values, given the times of all cases."""
         work, timing = self.workload, timings[self.name]
-        factor = BUSBW_FACTOR[work.collective](work.num_ranks)
+        factor = (2 if work.collective == "all_reduce" else 1) * (work.num_ranks - 1) / work.num_ranks
         algbw = work.nbytes / timing.p50 / 1e9
         return {
             "nbytes": work.nbytes, "count": work.numel, "dtype": str(work.dtype).removeprefix("torch."),
@@ -133,7 +134,7 @@ class Case:
         }  # fmt: skip
 
 
-def run(options: Options, topology: Topology, device: torch.device) -> int:
+def run(options: argparse.Namespace, topology: Topology, device: torch.device) -> int:
     """Run all cases and return the exit status. Collective; the first rank prints."""
     report = BenchReport(COLUMNS, as_json=options.json) if topology.rank == 0 else None
     if report is not None:
@@ -164,7 +165,7 @@ def run(options: Options, topology: Topology, device: torch.device) -> int:
 
 
 def _measured(
-    workload: Workload, options: Options, status: Callable[[str], None]
+    workload: Workload, options: argparse.Namespace, status: Callable[[str], None]
 ) -> Iterator[tuple[dict[str, Any], int]]:
     """Yield the rows of one size. Their calls are interleaved, so all rows are known at the same time."""
     cases = [Case(workload, None), *(Case(workload, wire) for wire in _wires(workload, options))]
@@ -197,12 +198,12 @@ def _speedup_over_none(case: Case, timings: Mapping[str, Timing]) -> dict[str, f
     return {"over_none": timings[case.name].faster_than(none[0])} if none else {}
 
 
-def _wires(workload: Workload, options: Options) -> list[WorkloadFormats]:
+def _wires(workload: Workload, options: argparse.Namespace) -> list[WorkloadFormats]:
     if workload.collective == "secondary_gather":
-        return [wire for wire in [wire_of("none", 1)] if wire is not None]
+        return [WorkloadFormats(FORMATS["none"], FORMATS["none"], 1)]
     hops = [1, 2] if workload.topology.has_two_hops else [1]
     texts = [text for text in options.formats if text != AUTO]
-    wires = [wire_of(text, h) for text in texts for h in hops if h in options.hops]
+    wires = [wire_of(text, h) for text in texts for h in hops if str(h) in options.hops]
     if AUTO in options.formats:
         wires.append(auto_wire(workload))
     return [wire for wire in wires if wire is not None]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import platform
+import re
 import shutil
 import statistics
 import subprocess
@@ -192,11 +193,8 @@ def _machine() -> str:
 
 def _cpu_name() -> str:
     cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.machine()
+    found = re.search(r"^model name\s*:(.*)", cpuinfo.read_text(), re.MULTILINE) if cpuinfo.exists() else None
+    return platform.machine() if found is None else found[1].strip()
 
 
 def _commit() -> str:

@@ -16,9 +16,3 @@ def sent_nbytes(interface: str) -> int:
         if colon and name.strip() == interface:
             return int(counts.split()[8])
     raise ConfigError(f"--interface must name a network interface of this machine: {interface!r}")
-
-
-def check_interface(interface: str | None) -> None:
-    """Raise ConfigError if this machine has no such interface."""
-    if interface is not None:
-        sent_nbytes(interface)

@@ -6,43 +6,21 @@ import argparse
 import importlib.util
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from zcomm._bench.emulated_nodes import unavailable_reason
+from zcomm._bench.emulated_nodes import INTERFACE, unavailable_reason
+from zcomm._bench.interface import sent_nbytes
 from zcomm._collectives.auto_format import AUTO
 from zcomm._formats.formats import get_format
-from zcomm._transport.backend_choice import BackendName, nccl_unavailable_reason
+from zcomm._transport.backend_choice import nccl_unavailable_reason
 from zcomm._transport.route import WireFormat
 from zcomm.errors import BackendUnavailableError, ConfigError
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "secondary_gather")
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """The options of ``zcomm bench``."""
-
-    sizes: list[int]
-    """Bytes of the full tensor."""
-    collectives: list[str]
-    formats: list[str]
-    hops: list[int]
-    dtype: str
-    op: str
-    iters: int
-    warmup: int
-    check: bool
-    backend: BackendName
-    ranks_per_node: int | None
-    interface: str | None
-    """The network interface whose bytes are counted, too."""
-    json: bool
-    plot: str | None
 
 
 def _parse_size(text: str) -> int:
@@ -129,9 +107,10 @@ def _add_sizes(parser: argparse.ArgumentParser, *, smallest: str, iters: int) ->
     add("-e", "--maxbytes", type=_parse_size, default="16M", metavar="SIZE", help="largest; at most what fits (16M)")
     add("-f", "--stepfactor", type=_positive, default=4, metavar="N", help="from size to size (4)")
     add("-i", "--stepbytes", type=_parse_size, metavar="SIZE", help="instead: add this from size to size")
-    add("-d", "--datatype", choices=DTYPES, default="bfloat16", help="of the tensors (bfloat16)")
+    add("-d", "--datatype", dest="dtype", choices=DTYPES, default="bfloat16", help="of the tensors (bfloat16)")
     add("-n", "--iters", type=_positive, default=iters, metavar="N", help=f"timed calls of each case ({iters})")
-    add("-w", "--warmup_iters", "--warmup-iters", type=_positive, default=1, metavar="N", help="calls before (1)")
+    add("-w", "--warmup_iters", "--warmup-iters", dest="warmup", type=_positive, default=1, metavar="N",
+        help="calls before (1)")  # fmt: skip
     add("--json", action="store_true", help="rows as JSON lines")
 
 
@@ -164,8 +143,8 @@ def check_launch(arguments: argparse.Namespace) -> None:
         raise BackendUnavailableError(reason)
 
 
-def options_of(arguments: argparse.Namespace) -> Options:
-    """Check and return the options; raises ConfigError or BackendUnavailableError."""
+def check_bench(arguments: argparse.Namespace) -> None:
+    """Raise ConfigError or BackendUnavailableError if ``zcomm bench`` cannot do what the options say."""
     if arguments.backend == "nccl":
         no_gpu = "it takes tensors on GPUs, but torch.cuda.is_available() is False"
         reason = nccl_unavailable_reason() if torch.cuda.is_available() else no_gpu
@@ -180,13 +159,10 @@ def options_of(arguments: argparse.Namespace) -> Options:
             raise ConfigError("--plot needs matplotlib: pip install matplotlib")
         if not Path(arguments.plot).resolve().parent.is_dir():
             raise ConfigError(f"--plot must name a file in a folder that exists: --plot {arguments.plot}")
-    interface = "eth0" if arguments.emulate_nodes is not None else arguments.interface
-    return Options(
-        sizes=sizes_of(arguments), collectives=arguments.collectives, formats=arguments.formats,
-        hops=[int(h) for h in arguments.hops], dtype=arguments.datatype, op=arguments.op, iters=arguments.iters,
-        warmup=arguments.warmup_iters, check=bool(arguments.check), backend=arguments.backend,
-        ranks_per_node=arguments.ranks_per_node, interface=interface, json=arguments.json, plot=arguments.plot,
-    )  # fmt: skip
+    if arguments.emulate_nodes is not None:
+        arguments.interface = INTERFACE
+    elif arguments.interface is not None:
+        sent_nbytes(arguments.interface)
 
 
 def sizes_of(arguments: argparse.Namespace) -> list[int]:

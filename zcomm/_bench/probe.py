@@ -9,11 +9,11 @@ choices    candidates are timed interleaved. The default is ``none`` over two ho
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -58,20 +58,7 @@ COLUMNS = [
 ]
 
 
-@dataclass(frozen=True, kw_only=True)
-class ProbeOptions:
-    """The options of ``zcomm probe``."""
-
-    sizes: list[int]
-    formats: list[str] | None
-    dtype: str
-    iters: int
-    warmup: int
-    output: Path
-    json: bool
-
-
-def probe(options: ProbeOptions, topology: Topology, device: torch.device) -> int:
+def probe(options: argparse.Namespace, topology: Topology, device: torch.device) -> int:
     """Measure, print, and write the file for ``format="auto"``. Collective; the first rank prints and writes."""
     report = BenchReport(COLUMNS, as_json=options.json) if topology.rank == 0 else None
     shape = shape_of(topology)
@@ -97,7 +84,7 @@ def probe(options: ProbeOptions, topology: Topology, device: torch.device) -> in
     return 0
 
 
-def _fastest(workload: Workload, formats: list[str], options: ProbeOptions) -> dict[str, Any]:
+def _fastest(workload: Workload, formats: list[str], options: argparse.Namespace) -> dict[str, Any]:
     hops = [2, 1] if workload.topology.has_two_hops else [1]
     wires = [wire_of(text, h) for text in ["none", *formats] for h in hops]
     calls = {(str(wire), wire.num_hops): partial(workload.call_zcomm, wire) for wire in wires if wire is not None}
@@ -148,12 +135,12 @@ def choose_fastest(p50: Mapping[FormatAndHops, float], *, default: FormatAndHops
 
 
 def _timed(
-    calls: Mapping[Key, Callable[[], None]], reset: Callable[[], None], options: ProbeOptions, topology: Topology
+    calls: Mapping[Key, Callable[[], None]], reset: Callable[[], None], options: argparse.Namespace, topology: Topology
 ) -> dict[Key, Timing]:
     return slowest_of_ranks(calls, topology, rounds=options.iters, warmup=options.warmup, reset=reset)
 
 
-def _links(options: ProbeOptions, topology: Topology, device: torch.device) -> dict[str, dict[str, float]]:
+def _links(options: argparse.Namespace, topology: Topology, device: torch.device) -> dict[str, dict[str, float]]:
     """Latency and bandwidth of each link class that the topology has."""
     found = {}
     for name, hop, senders in (("within", topology.intra, 1), ("between", topology.inter, topology.ranks_per_node)):
@@ -165,7 +152,9 @@ def _links(options: ProbeOptions, topology: Topology, device: torch.device) -> d
     return found
 
 
-def _gather_seconds(hop: Hop, options: ProbeOptions, topology: Topology, device: torch.device) -> dict[str, float]:
+def _gather_seconds(
+    hop: Hop, options: argparse.Namespace, topology: Topology, device: torch.device
+) -> dict[str, float]:
     calls = {}
     for name, nbytes in (("small", 8), ("large", LINK_NBYTES)):
         mine = torch.zeros(nbytes, dtype=torch.uint8, device=device)
@@ -179,7 +168,7 @@ def _gather(output: torch.Tensor, mine: torch.Tensor, hop: Hop) -> None:
         pending.wait()
 
 
-def _kernel_rates(options: ProbeOptions, topology: Topology, tiles: Tiles) -> dict[str, dict[str, float]]:
+def _kernel_rates(options: argparse.Namespace, topology: Topology, tiles: Tiles) -> dict[str, dict[str, float]]:
     x = tiles.of_rank(0, 0, KERNEL_NUMEL)
     calls = {}
     names = {name for wires in CANDIDATES.values() for wire in options.formats or wires for name in wire.split("+")}

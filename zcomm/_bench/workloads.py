@@ -6,7 +6,7 @@ opposite order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -24,13 +24,6 @@ from zcomm._collectives.auto_format import AUTO, table_of
 from zcomm._formats.formats import Format, codec_for, get_format
 from zcomm._transport.route import WireFormat
 
-BUSBW_FACTOR: dict[str, Callable[[int], float]] = {
-    "all_gather": lambda ranks: (ranks - 1) / ranks,
-    "reduce_scatter": lambda ranks: (ranks - 1) / ranks,
-    "all_reduce": lambda ranks: 2 * (ranks - 1) / ranks,
-    "all_to_all": lambda ranks: (ranks - 1) / ranks,
-    "secondary_gather": lambda ranks: (ranks - 1) / ranks,
-}
 REDUCTIONS = ("reduce_scatter", "all_reduce")
 
 
@@ -159,14 +152,11 @@ class Workload:
     def parts(self) -> Iterator[OutputPart]:
         """Yield what this rank checks: all of the output; of an all-reduce its own row (ranks compare the others)."""
         n, rank, everyone = self.shard_numel, self.topology.rank, range(self.topology.world_size)
-        if self.collective == "all_gather":
-            yield from (OutputPart(r * n, n, 0, range(r, r + 1)) for r in everyone)
-        elif self.collective == "reduce_scatter":
-            yield OutputPart(0, n, rank * n, everyone)
-        elif self.collective == "all_reduce":
-            yield OutputPart(rank * n, n, rank * n, everyone)
-        elif self.collective == "all_to_all":
-            yield from (OutputPart(r * n, n, rank * n, range(r, r + 1)) for r in everyone)
+        if self.collective in ("all_gather", "all_to_all"):
+            source = 0 if self.collective == "all_gather" else rank * n
+            yield from (OutputPart(r * n, n, source, range(r, r + 1)) for r in everyone)
+        elif self.collective in REDUCTIONS:
+            yield OutputPart(rank * n if self.collective == "all_reduce" else 0, n, rank * n, everyone)
         else:
             yield OutputPart(0, self.numel, 0, range(1))
 
