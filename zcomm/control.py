@@ -105,16 +105,12 @@ TEXT_NBYTES = 512
 
 def agree_max(values: Tensor, topology: Topology) -> Tensor:
     """The elementwise maximum of int64 ``values`` over all ranks, on the CPU. The same on every rank."""
-    mine = values.to("cpu", torch.int64).contiguous()
-    topology.keep_order()
-    return _gather(mine, topology.on_host).amax(0).view(mine.shape)
+    return gather_beside(values.to("cpu", torch.int64), topology).amax(0).view(values.shape)
 
 
 def any_(flag: Tensor, topology: Topology) -> Tensor:
     """Whether the bool scalar ``flag`` is true on any rank, on its device. On CUDA without a host sync."""
-    mine = flag.to(torch.uint8).view(1)
-    topology.keep_order()
-    return _gather(mine, _hop_for(mine, topology)).amax().bool()
+    return gather_beside(flag.to(torch.uint8).view(1), topology).amax().bool()
 
 
 def gather_float64(values: Tensor, topology: Topology) -> Tensor:

@@ -101,8 +101,7 @@ def all_reduce_sent(numel: int, dtype: torch.dtype, num_nodes: int, ranks_per_no
 def all_to_all_sent(part_numel: int, dtype: torch.dtype, num_nodes: int, ranks_per_node: int, wire: Pair) -> Sent:
     """Bytes of an all-to-all of ``part_numel`` over a Topology; ``wire`` is (inside the node, between nodes)."""
     if num_nodes == 1 or ranks_per_node == 1:
-        used = wire[0] if num_nodes == 1 else wire[1]
-        return one_hop_sent(part_numel, dtype, ranks_per_node - 1, num_nodes - 1, used)
+        return one_hop_sent(part_numel, dtype, ranks_per_node - 1, num_nodes - 1, wire[0 if num_nodes == 1 else 1])
     intra, inter = _messages(wire, dtype, (1, 1), part_numel)
     return Sent((ranks_per_node - 1) * num_nodes * intra, (num_nodes - 1) * ranks_per_node * inter)
 

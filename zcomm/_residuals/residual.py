@@ -77,11 +77,6 @@ class _Blocks:
         largest = torch.finfo(torch.bfloat16).max
         self.scales.copy_((self.scales.float() * factor).clamp_(max=largest))
 
-    def copy_where_(self, other: _Blocks, *, where: Tensor) -> None:
-        """Copy ``other`` if ``where``, one element, is true: decided on the device, so that the host does not wait."""
-        self.scales.copy_(torch.where(where, other.scales, self.scales))
-        self.codes.copy_(torch.where(where, other.codes, self.codes))
-
     def to_bytes(self) -> Tensor:
         """Scales and codes as uint8 [n]."""
         return torch.cat([self.scales.flatten().view(torch.uint8), self.codes.flatten().view(torch.uint8)])
@@ -257,9 +252,11 @@ class Residual:
             self._next = None
             return
         if self._next is not None:
-            if isinstance(unless, Tensor):
-                self._next.copy_where_(self._current, where=unless)
-            self._current, self._next = self._next, None
+            kept, renewed = self._current, self._next
+            if isinstance(unless, Tensor):  # decided on the device, so that the host does not wait
+                renewed.scales.copy_(torch.where(unless, kept.scales, renewed.scales))
+                renewed.codes.copy_(torch.where(unless, kept.codes, renewed.codes))
+            self._current, self._next = renewed, None
         self.num_commits += 1
         if self.reset_interval and self.num_commits % self.reset_interval == 0:
             self.reset()
@@ -302,13 +299,7 @@ class Residual:
             "local_rank": self.route.local_rank,
             "node_rank": self.route.node_rank,
             "num_commits": self.num_commits,
-            "layout": {
-                "spans": tuple(tuple(span) for span in self.layout.spans),
-                "numel": self.layout.numel,
-                "num_nodes": self.layout.num_nodes,
-                "ranks_per_node": self.layout.ranks_per_node,
-                "numbering": self.layout.numbering,
-            },
+            "layout": vars(self.layout) | {"spans": tuple(tuple(span) for span in self.layout.spans)},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

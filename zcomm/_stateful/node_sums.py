@@ -29,7 +29,7 @@ from zcomm._formats.message import MessageLayout
 from zcomm._kernels import kernels
 from zcomm._residuals.residual import Residual
 from zcomm._transport import backend
-from zcomm._transport.backend import Hop, MessageInfo
+from zcomm._transport.backend import MessageInfo
 from zcomm._transport.chunks import chunks_of, pipelined
 from zcomm._transport.route import (
     Route,
@@ -176,12 +176,8 @@ class NodeSums:
 
     @property
     def _chunks(self) -> list[slice]:
-        return chunks_of(
-            self.shard_numel,
-            self._intra_format,
-            self._inter_format,
-            min_numel=self._route.min_chunk_numel(self._device),
-        )
+        least = self._route.min_chunk_numel(self._device)
+        return chunks_of(self.shard_numel, self._intra_format, self._inter_format, min_numel=least)
 
     def _checked(self, input: Tensor) -> Tensor:
         rows = rows_of("input", input, self._topology.world_size)
@@ -228,11 +224,6 @@ class NodeSums:
         if scale != 1:
             output.mul_(scale)
 
-    @property
-    def _hops(self) -> tuple[Hop, Hop]:
-        """The hops inside the node and between nodes. With ZCOMM_CHECK=1 all ranks learn of damage in either."""
-        return separate_hops(self._topology)
-
     def _sum_in_node(self, rows: Tensor, values: Tensor) -> Steps:
         """Hop 1: write the node's sums of ``rows`` [world_size, m] to ``values`` [num_nodes, m], float32."""
         if self._topology.intra.size == 1:
@@ -244,7 +235,7 @@ class NodeSums:
 
     def _exchange_in_node(self, rows: Tensor) -> Generator[Pending | None, None, Messages]:
         """Exchange ``rows`` [world_size, m] in the node; return the messages received, num_nodes segments in each."""
-        hop, num_nodes, device = self._hops[0], self._topology.num_nodes, rows.device
+        (hop, _), num_nodes, device = separate_hops(self._topology), self._topology.num_nodes, rows.device
         layout = self._route.layout(self._intra_format, rows.dtype, num_nodes, rows.shape[1])
         received, sending = layout.new(hop.size, device), rows
         if not (rows.is_contiguous() and layout.codec.dtype == rows.dtype):
@@ -261,7 +252,7 @@ class NodeSums:
 
         With several nodes ``values`` may also be messages whose sum they are: sum and encoding are then one kernel.
         """
-        topology, hop, device = self._topology, self._hops[1], output.device
+        topology, (_, hop), device = self._topology, separate_hops(self._topology), output.device
         if isinstance(values, Tensor) and hop.size == 1:
             output.copy_(values[0].div_(topology.world_size))
             yield None
@@ -274,7 +265,6 @@ class NodeSums:
             encoder.encode(0, values, sending, layout, expected=received)
         else:
             encoder.encode_sum(0, *values, sending, layout, expected=received)
-        yield backend.all_to_all(
-            received, sending, hop, MessageInfo(OPERATION, str(self._inter_format), output.numel())
-        )
+        sent = MessageInfo(OPERATION, str(self._inter_format), output.numel())
+        yield backend.all_to_all(received, sending, hop, sent)
         kernels.decode_sum(received, layout, output, 0, topology.world_size)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -105,6 +106,17 @@ def _check_matches(overrides: Iterable[str], names: list[str]) -> None:
             close = difflib.get_close_matches(override, known, n=1, cutoff=0)
             nearest = f"; the nearest name is {close[0]!r}" if close else ""
             raise ConfigError(f"overrides must name modules or parameters of the model: {override!r}{nearest}")
+
+
+@contextmanager
+def closed_on_error(topology: Topology | None) -> Iterator[None]:
+    """Close ``topology`` if the block raises."""
+    try:
+        yield
+    except BaseException:
+        if topology is not None:
+            topology.close()
+        raise
 
 
 def for_all_reduce(topology: Topology, nbytes: int, device: torch.device) -> Recipe:

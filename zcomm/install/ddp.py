@@ -37,11 +37,19 @@ from zcomm._transport.topology import Topology
 from zcomm._transport.work import SideStreams, Steps, run_then
 from zcomm.errors import ConfigError, LayoutError, StateError, TopologyError
 from zcomm.install.agreement import agree, settings_of
-from zcomm.install.choices import FormatChoice, NamedParameter, Override, choose_formats, clean_name, for_all_reduce
+from zcomm.install.choices import (
+    FormatChoice,
+    NamedParameter,
+    Override,
+    choose_formats,
+    clean_name,
+    closed_on_error,
+    for_all_reduce,
+)
 from zcomm.install.ddp_hook import exchange_gradients, new_future, value_or_raise
 from zcomm.install.piece_exchange import PieceExchange
 from zcomm.install.pieces import FormatPiece, split_by_format
-from zcomm.install.report import Installation, InstallationRecord, PieceTotals, topology_text
+from zcomm.install.report import Installation, InstallationRecord, PieceTotals, title_of, topology_text
 
 OPERATION = "all_reduce"
 
@@ -98,10 +106,12 @@ def install_ddp(
     ddp, recipe, choices = agree("install_ddp", given, _groups(model, topology), checked)
     state, topology = _state_of(ddp), topology or _topology_of(ddp.process_group, backend, kernels)
     if recipe is AUTO_RECIPE:
-        recipe, choices = _automatic(ddp, overrides or {}, topology, closes=owned)
+        with closed_on_error(topology if owned else None):
+            recipe = for_all_reduce(topology, *_largest_bucket(ddp))
+            choices = _choices(ddp, recipe, overrides or {})
     record = InstallationRecord((choice.name for choice in choices.values()), recipe, scaler)
     state.compressed = _Compressed(topology, choices, record, has_residual=recipe.residual, is_shadow=shadow)
-    title = f"install_ddp, recipe {recipe.name}, {topology_text(topology, shadow=shadow)}"
+    title = title_of("install_ddp", recipe, topology_text(topology), shadow=shadow)
     return Installation(title, record, partial(_uninstall, state, topology if owned else None))
 
 
@@ -109,19 +119,6 @@ def _topology_of(group: dist.ProcessGroup, backend: BackendWish, kernels: Kernel
     """The topology of ``group`` as torchrun has started its ranks."""
     has_all_ranks = dist.get_world_size(group) == dist.get_world_size()
     return Topology.from_env(None if has_all_ranks else group, backend=backend, kernels=kernels)
-
-
-def _automatic(
-    ddp: DistributedDataParallel, overrides: Mapping[str, Override], topology: Topology, *, closes: bool
-) -> tuple[Recipe, dict[int, FormatChoice]]:
-    """The recipe for ``"auto"`` and each parameter's formats. On an error ``topology`` is closed if ``closes``."""
-    try:
-        recipe = for_all_reduce(topology, *_largest_bucket(ddp))
-        return recipe, _choices(ddp, recipe, overrides)
-    except BaseException:
-        if closes:
-            topology.close()
-        raise
 
 
 def _groups(model: nn.Module, topology: Topology | None) -> list[dist.ProcessGroup]:

@@ -10,9 +10,9 @@ Streams stay FSDP2's: each object is called on the stream that torch's own would
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,7 @@ from zcomm._transport.route import check_backend
 from zcomm._transport.topology import Topology
 from zcomm.errors import ConfigError, FormatError, LayoutError, StateError, TopologyError
 from zcomm.install.agreement import agree, settings_of
-from zcomm.install.choices import FormatChoice, Override, choose_formats, for_shards
+from zcomm.install.choices import FormatChoice, Override, choose_formats, closed_on_error, for_shards
 from zcomm.install.fsdp2_comms import (
     ReplicaAllReduce,
     ShadowAllGather,
@@ -37,7 +37,7 @@ from zcomm.install.fsdp2_comms import (
     ZcommReduceScatter,
 )
 from zcomm.install.fsdp2_units import FSDPUnit, process_groups_of, units_of
-from zcomm.install.report import Installation, InstallationRecord, topology_text
+from zcomm.install.report import Installation, InstallationRecord, title_of, topology_text
 
 
 def install_fsdp2(
@@ -109,9 +109,11 @@ def _installed(
     owned = _topology_of_job(units, options) if topology is None and replicate_group is None else None
     topology = topology or owned
     if recipe is AUTO_RECIPE:
-        recipe, unit_choices = _automatic(units, overrides, topology, owned)
+        with closed_on_error(owned):
+            recipe = for_shards(topology, _largest_exchanges(units), units[0].group.device)
+            unit_choices = _choices(units, recipe, overrides)
     record = InstallationRecord((choice.name for chosen in unit_choices for choice in chosen), recipe, options.scaler)
-    before = [_OriginalComms(unit, replaces_hook=replicate_group is not None) for unit in units]
+    before = [_restorer_of(unit, replaces_hook=replicate_group is not None) for unit in units]
     last_hop = (ZcommReduceScatter if replicate_group is None else ReplicaAllReduce) if recipe.residual else None
     backend = options.backend if topology is None else topology.backend
     of_each = zip(units, unit_choices, (_topology_of(unit, topology) for unit in units), strict=True)
@@ -119,7 +121,10 @@ def _installed(
         _install(UnitPlanner(*one, record, residual_of=last_hop, backend=backend), replicate_group, shadow=shadow)
     groups = [unit.process_group for unit in units] + ([] if replicate_group is None else [replicate_group])
     remove = partial(_uninstall, before, owned, groups if backend == "nccl" else [])
-    return Installation(_title(recipe, topology, backend, shadow=shadow), record, remove)
+    over = (
+        f"one hop, backend {'nccl' if backend == 'nccl' else 'torch'}" if topology is None else topology_text(topology)
+    )
+    return Installation(title_of("install_fsdp2", recipe, over, shadow=shadow), record, remove)
 
 
 class _TransportOptions(NamedTuple):
@@ -163,25 +168,15 @@ def _groups(
     return [*process_groups_of(model), *(group for group in others if group is not None)]
 
 
-def _automatic(
-    units: Sequence[FSDPUnit], overrides: Mapping[str, Override], topology: Topology | None, owned: Topology | None
-) -> tuple[Recipe, list[Sequence[FormatChoice]]]:
-    """The recipe for ``"auto"``, and the formats of every unit's parameters. On an error ``owned`` is closed."""
-    weights = max(sum(unit.padded_numels) * max(dtype.itemsize for dtype in unit.gather_dtypes) for unit in units)
-    gradients = max(sum(unit.padded_numels) * _gradient_nbytes(unit) for unit in units)
-    try:
-        recipe = for_shards(topology, (weights, gradients), units[0].group.device)
-        return recipe, _choices(units, recipe, overrides)
-    except BaseException:
-        if owned is not None:
-            owned.close()
-        raise
-
-
-def _gradient_nbytes(unit: FSDPUnit) -> int:
-    """Bytes of a gradient's element in the reduce-scatter."""
-    wanted: torch.dtype | None = unit.group.mp_policy.reduce_dtype
-    return wanted.itemsize if wanted is not None else max(dtype.itemsize for dtype in unit.gather_dtypes)
+def _largest_exchanges(units: Sequence[FSDPUnit]) -> tuple[int, int]:
+    """Bytes of the largest all-gather of weights and of the largest reduce-scatter of gradients."""
+    weights, gradients = 0, 0
+    for unit in units:
+        gathered = max(unit.gather_dtypes, key=lambda dtype: dtype.itemsize)
+        reduced: torch.dtype = unit.group.mp_policy.reduce_dtype or gathered
+        weights = max(weights, sum(unit.padded_numels) * gathered.itemsize)
+        gradients = max(gradients, sum(unit.padded_numels) * reduced.itemsize)
+    return weights, gradients
 
 
 def _check_kernels(units: Sequence[FSDPUnit], options: _TransportOptions) -> None:
@@ -195,59 +190,47 @@ def _check_kernels(units: Sequence[FSDPUnit], options: _TransportOptions) -> Non
         )
 
 
-def _title(recipe: Recipe, topology: Topology | None, backend: BackendWish, *, shadow: bool) -> str:
-    if topology is not None:
-        return f"install_fsdp2, recipe {recipe.name}, {topology_text(topology, shadow=shadow)}"
-    over = f"one hop, backend {'nccl' if backend == 'nccl' else 'torch'}"
-    return f"install_fsdp2, recipe {recipe.name}, {over}" + (", shadow: nothing is changed" if shadow else "")
-
-
 def _uninstall(
-    before: Sequence[_OriginalComms], topology: Topology | None, groups: Sequence[dist.ProcessGroup]
+    before: Sequence[Callable[[], None]], topology: Topology | None, groups: Sequence[dist.ProcessGroup]
 ) -> None:
-    for one in before:
-        one.restore()
+    for restore in before:
+        restore()
     for group in groups:
         close_communicators(group)
     if topology is not None:
         topology.close()
 
 
-class _OriginalComms:
-    """A unit's communication before the installation, for uninstall()."""
+def _restorer_of(unit: FSDPUnit, *, replaces_hook: bool) -> Callable[[], None]:
+    """What uninstall() calls to put the unit's own communication back: that which it has now."""
+    module, group = unit.module, unit.group
+    gather, reduce = group._all_gather_comm, group._reduce_scatter_comm
+    hook, force_sum = group._all_reduce_hook, group.force_sum_reduction_for_comms
 
-    def __init__(self, unit: FSDPUnit, *, replaces_hook: bool) -> None:
-        self._unit, self._replaces_hook = unit, replaces_hook
-        group = unit.group
-        self._gather, self._reduce = group._all_gather_comm, group._reduce_scatter_comm
-        self._hook, self._force_sum = group._all_reduce_hook, group.force_sum_reduction_for_comms
-
-    def restore(self) -> None:
-        """Put the unit's own communication back."""
-        module: Any = self._unit.module
+    def restore() -> None:
         module.reshard()  # full parameters now hold decoded, rounded values: the next use must gather exact ones
-        module.set_custom_all_gather(self._gather)
-        module.set_custom_reduce_scatter(self._reduce)
-        module.set_force_sum_reduction_for_comms(self._force_sum)
-        if self._replaces_hook:
-            module.set_all_reduce_hook(self._hook)
+        module.set_custom_all_gather(gather)
+        module.set_custom_reduce_scatter(reduce)
+        module.set_force_sum_reduction_for_comms(force_sum)
+        if replaces_hook:
+            module.set_all_reduce_hook(hook)
+
+    return restore
 
 
 def _install(planner: UnitPlanner, replicate_group: dist.ProcessGroup | None, *, shadow: bool) -> None:
-    unit = planner.unit
+    module, group = planner.unit.module, planner.unit.group
+    gather, reduce = ZcommAllGather(planner), ZcommReduceScatter(planner)
     if shadow:
-        group = unit.group
-        unit.module.set_custom_all_gather(ShadowAllGather(group._all_gather_comm, ZcommAllGather(planner)))
-        unit.module.set_custom_reduce_scatter(
-            ShadowReduceScatter(group._reduce_scatter_comm, ZcommReduceScatter(planner))
-        )
+        module.set_custom_all_gather(ShadowAllGather(group._all_gather_comm, gather))
+        module.set_custom_reduce_scatter(ShadowReduceScatter(group._reduce_scatter_comm, reduce))
         return
-    unit.module.reshard()  # or the next forward would use parameters that torch's all-gather filled, unquantized
-    unit.module.set_custom_all_gather(ZcommAllGather(planner))
-    unit.module.set_custom_reduce_scatter(ZcommReduceScatter(planner))
-    unit.module.set_force_sum_reduction_for_comms(True)
+    module.reshard()  # or the next forward would use parameters that torch's all-gather filled, unquantized
+    module.set_custom_all_gather(gather)
+    module.set_custom_reduce_scatter(reduce)
+    module.set_force_sum_reduction_for_comms(True)
     if replicate_group is not None:
-        unit.module.set_all_reduce_hook(ReplicaAllReduce(planner, replicate_group))
+        module.set_all_reduce_hook(ReplicaAllReduce(planner, replicate_group))
 
 
 def _choices(

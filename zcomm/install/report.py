@@ -25,11 +25,15 @@ from zcomm.install.choices import FormatChoice
 from zcomm.volume import Sent
 
 
-def topology_text(topology: Topology, *, shadow: bool) -> str:
-    """The topology and its backend as text, for a report's title."""
-    text = f"{topology.num_nodes} nodes x {topology.ranks_per_node} ranks"
-    text += f", backend {topology.backend}, kernels {topology.kernels}"
-    return text + (", shadow: nothing is changed" if shadow else "")
+def topology_text(topology: Topology) -> str:
+    """The topology, its backend and its kernels as text, for a report's title."""
+    shape = f"{topology.num_nodes} nodes x {topology.ranks_per_node} ranks"
+    return f"{shape}, backend {topology.backend}, kernels {topology.kernels}"
+
+
+def title_of(call: str, recipe: Recipe, over: str, *, shadow: bool) -> str:
+    """A report's title; ``over``: what carries the exchanges."""
+    return f"{call}, recipe {recipe.name}, {over}{', shadow: nothing is changed' if shadow else ''}"
 
 
 @dataclass(slots=True)
