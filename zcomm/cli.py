@@ -22,7 +22,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     options = _parser().parse_args(words)
     if options.command == "env":
-        return _print_environment(as_json=options.json)
+        facts = report.collect()
+        sys.stdout.write((json.dumps(facts, indent=2) if options.json else report.table(facts)) + "\n")
+        return 0
     from zcomm._bench.command import run
 
     return run(options, words)
@@ -42,10 +44,3 @@ def _parser() -> argparse.ArgumentParser:
         commands.add_parser("probe", help='measure links and kernels, and find the fastest formats for format="auto"')
     )
     return parser
-
-
-def _print_environment(*, as_json: bool) -> int:
-    facts = report.collect()
-    text = json.dumps(facts, indent=2) if as_json else report.table(facts)
-    sys.stdout.write(text + "\n")
-    return 0

@@ -234,23 +234,14 @@ def _two_hops_recoded(rows: Tensor, shard: Tensor, numbering: Numbering, encoder
     kernels.quantize(shard, layout, mine, 0, 0, encoder.draw(0), expected=of_nodes)
     yield backend.all_gather(of_nodes, mine, inter, _sent(layout, wire))
     mine = messages[intra.rank : intra.rank + 1]
-    _recode((of_nodes, layout), (mine, intra_layout), messages, encoder)
+    if intra_layout.codec.dtype is not None:  # a cast codec, which needs no second pass
+        kernels.decode(of_nodes, layout, mine.view(-1).view(intra_layout.codec.dtype), numel, 0)
+    else:
+        dtype = intra_layout.codec.dtype_between(layout.codec)
+        values = encoder.buffer(1, route.num_nodes, numel, dtype, device)
+        kernels.decode(of_nodes, layout, values, values.stride(0), 0)
+        # All nodes encode the same values. With random numbers of their own they would end with different bits.
+        draw = replace(encoder, rank=route.local_rank).draw(1)
+        kernels.quantize(values, intra_layout, mine, 0, values.stride(0), draw, expected=messages)
     yield backend.all_gather(messages, mine, intra, _sent(intra_layout, intra_wire))
     kernels.decode(messages, intra_layout, rows, *route.strides(numbering, rows.stride(0)))
-
-
-def _recode(
-    source: tuple[Tensor, MessageLayout], target: tuple[Tensor, MessageLayout], expected: Tensor, encoder: Encoder
-) -> None:
-    """Decode one message per node, and encode all their values as one message; a cast codec needs no second pass."""
-    (of_nodes, layout), (message, intra_layout) = source, target
-    numel = layout.segment_numel
-    if intra_layout.codec.dtype is not None:
-        kernels.decode(of_nodes, layout, message.view(-1).view(intra_layout.codec.dtype), numel, 0)
-        return
-    dtype = intra_layout.codec.dtype_between(layout.codec)
-    values = encoder.buffer(1, intra_layout.num_segments, numel, dtype, message.device)
-    kernels.decode(of_nodes, layout, values, values.stride(0), 0)
-    # All nodes encode the same values. With random numbers of their own they would end with different bits.
-    first_node = replace(encoder, rank=encoder.route.local_rank)
-    kernels.quantize(values, intra_layout, message, 0, values.stride(0), first_node.draw(1), expected=expected)

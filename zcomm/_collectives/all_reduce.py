@@ -33,7 +33,7 @@ from zcomm._transport.route import (
     find_route,
 )
 from zcomm._transport.topology import Numbering
-from zcomm._transport.work import Steps, Work, nothing, run
+from zcomm._transport.work import Steps, Work, run
 
 FIRST_GATHER_HOP = 2
 """Hop numbers in random keys: 0 and 1 in the reduce-scatter, 2 and 3 in the gather, so that no number is used twice."""
@@ -160,11 +160,7 @@ def _routes(tensor: Tensor, group: Group, options: CallOptions) -> tuple[Route, 
 def all_reduce_steps(tensor: Tensor, reducer: Encoder, gatherer: Encoder, numbering: Numbering, divisor: int) -> Steps:
     """The steps of :func:`all_reduce` on checked arguments."""
     if not tensor.numel():
-        return nothing()
-    return _exchanges(tensor, reducer, gatherer, numbering, divisor)
-
-
-def _exchanges(tensor: Tensor, reducer: Encoder, gatherer: Encoder, numbering: Numbering, divisor: int) -> Steps:
+        return
     rows = _padded_rows(tensor, reducer.route.world_size)
     if any(wire.name == "none" for _, wire in gatherer.route.hops):
         shard = rows[reducer.route.own_row(numbering)]  # in place: the sums are written after all rows were sent

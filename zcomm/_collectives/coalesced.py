@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
@@ -34,12 +34,6 @@ from zcomm.errors import LayoutError
 
 AUTO_BLOCK = 256
 """The largest block that ``"auto"`` chooses by default."""
-
-
-class _Exchange(Protocol):
-    """A collective of the buffers ``target`` and ``source``."""
-
-    def __call__(self, target: Tensor, source: Tensor, /, *, async_op: bool) -> Work | None: ...
 
 
 def is_list(argument: object) -> bool:
@@ -96,7 +90,7 @@ def _as_list(group: Group, formats: Sequence[Any], name: str, tensors: Sequence[
 
 
 def coalesced(
-    exchange: _Exchange,
+    exchange: Callable[..., Work | None],
     targets: Sequence[Tensor],
     sources: Sequence[Tensor],
     *formats: WireFormat,
@@ -105,7 +99,8 @@ def coalesced(
 ) -> Work | None:
     """Run ``exchange`` of all ``sources`` and ``targets``, [n] or [world_size, n], then ``then``.
 
-    ``targets`` may be ``sources``: the exchange is in place.
+    ``exchange(target, source, async_op=...)`` is a collective of the buffers. ``targets`` may be ``sources``: the
+    exchange is in place.
     """
     blocks = _blocks(formats)
     columns, numel = _columns([source.shape[-1] for source in sources], math.lcm(*blocks))

@@ -129,15 +129,11 @@ def _sizes(route: Route, dtype: torch.dtype, numel: int, segments: tuple[int, ..
     """numel, chunk numel, and for each hop: codec, block, layout hash of a full chunk, layout hash of the last one."""
     links = () if route.queue is None else route.queue.links
     step = min(numel, chunk_numel(numel, route.world_size, *(wire for _, wire in route.hops), links=links))
-    wires = []
+    last_numel, wires = numel - (numel - 1) // step * step, []
     for (_, wire), count in zip(route.hops, segments, strict=True):
-        full, last = (layout_of(route.operation, wire, dtype, count, n) for n in (step, _last_chunk_numel(numel, step)))
+        full, last = (layout_of(route.operation, wire, dtype, count, n) for n in (step, last_numel))
         wires.append((full.codec.number, full.block, full.hash, last.hash))
     return numel, step, wires
-
-
-def _last_chunk_numel(numel: int, step: int) -> int:
-    return numel - (numel - 1) // step * step
 
 
 def _flat(tensor: Tensor) -> Rows:

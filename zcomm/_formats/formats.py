@@ -215,11 +215,9 @@ def codec_for(format: Format, dtype: torch.dtype) -> Codec:
     if dtype not in CODEC_OF_DTYPE:
         known = ", ".join(str(d).removeprefix("torch.") for d in CODEC_OF_DTYPE)
         raise FormatError(f"dtype must be one of {known}: format={format}, dtype={dtype}")
-    return CODEC_OF_DTYPE[dtype] if format.name == "none" else CODECS[_codec_name(format)]
-
-
-def _codec_name(format: Format) -> str:
-    return format.name if format.symmetric else f"{format.name}_asym"
+    if format.name == "none":
+        return CODEC_OF_DTYPE[dtype]
+    return CODECS[format.name if format.symmetric else f"{format.name}_asym"]
 
 
 def is_same_wire(first: Format, second: Format, dtype: torch.dtype) -> bool:

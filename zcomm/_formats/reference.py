@@ -96,14 +96,8 @@ def _encode(values: Tensor, layout: MessageLayout, uniform: Tensor | None = None
     packed = _pack(codes, layout.codec.bits).reshape(num_messages, -1)
     trailer = torch.tensor([layout.hash, 0], dtype=torch.uint32).view(torch.uint8).to(values.device)
     gap = layout.nbytes - layout.codes_offset - packed.shape[1] - trailer.numel()
-    return torch.cat(
-        [
-            pad(headers, (0, layout.codes_offset - headers.shape[1])),
-            pad(packed, (0, gap)),
-            trailer.expand(num_messages, -1),
-        ],
-        dim=1,
-    )
+    headers, packed = pad(headers, (0, layout.codes_offset - headers.shape[1])), pad(packed, (0, gap))
+    return torch.cat([headers, packed, trailer.expand(num_messages, -1)], dim=1)
 
 
 def _as_blocks(values: Tensor, layout: MessageLayout) -> Tensor:

@@ -268,13 +268,13 @@ def quantize_difference(
 @_traced
 def decode_add(messages: Tensor, layout: MessageLayout, out: Tensor) -> None:
     """Add the values of message i of ``messages`` [m, nbytes] to row i of ``out`` [m, n] (N11). Rows are contiguous."""
-    if out.numel() and (gpu := _gpu_kernels(out, layout)):
+    gpu = _gpu_kernels(out, layout) if out.numel() else None
+    if gpu is not None or (out.numel() and _uses_native(out, layout)):
         message.verify(messages, layout)
-        gpu.decode(messages, layout, out, out.stride(0), 0, added=True)
-        return
-    if out.numel() and _uses_native(out, layout):
-        message.verify(messages, layout)
-        _call("decode_add", layout, *calls.incoming(messages, layout), *calls.array(out), out.stride(0), 0)
+        if gpu is not None:
+            gpu.decode(messages, layout, out, out.stride(0), 0, added=True)
+        else:
+            _call("decode_add", layout, *calls.incoming(messages, layout), *calls.array(out), out.stride(0), 0)
         return
     at_a_time = max(DECODE_CHUNK_NUMEL // max(out.shape[1], 1), 1)
     for some, rows in zip(torch.split(messages, at_a_time), torch.split(out, at_a_time), strict=True):

@@ -28,17 +28,13 @@ def relative_error(tensor: Tensor, format: str | Format) -> float:
         facts = f"dtype={tensor.dtype}, layout={tensor.layout}, device={tensor.device}"
         raise LayoutError(f"tensor must be dense floating point, on a device with memory: {facts}")
     x = tensor.detach().reshape(-1).contiguous()
-    norm, error = x.double().norm(), _lost(x, get_format(format)).norm()
-    return float(error / norm) if norm != 0 else float(error)
-
-
-def _lost(x: Tensor, format: Format) -> Tensor:
-    """The error of one encoding of ``x`` [n]: decoded - x, float64 [n]."""
-    layout = layout_of("sample", format, x.dtype, 1, x.numel())
+    wire = get_format(format)
+    layout = layout_of("sample", wire, x.dtype, 1, x.numel())
     message, decoded = layout.new(1, x.device), torch.empty(x.numel(), dtype=torch.float32, device=x.device)
-    kernels.quantize(x, layout, message, 0, 0, Draw(seed=0) if format.is_random else None)
+    kernels.quantize(x, layout, message, 0, 0, Draw(seed=0) if wire.is_random else None)
     kernels.decode(message, layout, decoded, 0, 0)
-    return decoded.double() - x.double()
+    norm, error = x.double().norm(), (decoded.double() - x.double()).norm()
+    return float(error / norm) if norm != 0 else float(error)
 
 
 def relative_errors(tensors: Mapping[str, Tensor | None], format: str | Format) -> dict[str, float]:

@@ -49,7 +49,7 @@ from zcomm.install.choices import (
 from zcomm.install.ddp_hook import exchange_gradients, new_future, value_or_raise
 from zcomm.install.piece_exchange import PieceExchange
 from zcomm.install.pieces import FormatPiece, split_by_format
-from zcomm.install.report import Installation, InstallationRecord, PieceTotals, title_of, topology_text
+from zcomm.install.report import Installation, InstallationRecord, title_of, topology_text
 
 OPERATION = "all_reduce"
 
@@ -299,8 +299,7 @@ class _Compressed:
             reducer = Encoder(reducing, shard_numel, key, one.residual)
             gatherer = Encoder(gathering, shard_numel, key, first_hop=FIRST_GATHER_HOP)
             yield from all_reduce_steps(values.view(-1), reducer, gatherer, "local", self._topology.world_size)
-            if not one.piece.is_view:
-                one.piece.put(values, rows)
+            one.piece.put(values, rows)
             one.tally.calls += 1
 
     def shadow(
@@ -334,26 +333,19 @@ class _Compressed:
                     self._record.carried.retire(one.residual)
 
     def _plan(self, piece: FormatPiece, buffer: Tensor) -> PieceExchange:
-        tally = self._tally(piece, buffer.dtype)
-        if not self._has_residual or not tally.choices[0].wires.gradients[1].block:
-            return PieceExchange(piece, tally)
-        residual = self._record.carried.residual_for(
-            self._topology, piece.spans(), piece.numel, numbering="local", device=buffer.device
-        )
-        return PieceExchange(piece, tally, residual)
-
-    def _tally(self, piece: FormatPiece, dtype: torch.dtype) -> PieceTotals:
-        wires = piece.choices[0].wires
-        plain = volume.all_reduce_sent(piece.numel, dtype, *self._shape, ("none", "none"))
-        shard_numel = -(-piece.numel // self._topology.world_size)
-        reduced = volume.reduce_scatter_sent(shard_numel, dtype, *self._shape, wires.gradients)
-        gathered = volume.all_gather_sent(shard_numel, dtype, *self._shape, (wires.reduced, wires.reduced))
+        topology, wires, residual = self._topology, piece.choices[0].wires, None
+        shape = topology.num_nodes, topology.ranks_per_node
+        plain = volume.all_reduce_sent(piece.numel, buffer.dtype, *shape, ("none", "none"))
+        shard_numel = -(-piece.numel // topology.world_size)
+        reduced = volume.reduce_scatter_sent(shard_numel, buffer.dtype, *shape, wires.gradients)
+        gathered = volume.all_gather_sent(shard_numel, buffer.dtype, *shape, (wires.reduced, wires.reduced))
         sent = volume.Sent(reduced.intra + gathered.intra, reduced.inter + gathered.inter)
-        return self._record.new_tally(piece.choices, _formats_text(wires), sent, plain)
-
-    @property
-    def _shape(self) -> tuple[int, int]:
-        return self._topology.num_nodes, self._topology.ranks_per_node
+        tally = self._record.new_tally(piece.choices, _formats_text(wires), sent, plain)
+        if self._has_residual and wires.gradients[1].block:
+            residual = self._record.carried.residual_for(
+                topology, piece.spans(), piece.numel, numbering="local", device=buffer.device
+            )
+        return PieceExchange(piece, tally, residual)
 
 
 def _gradient_formats(choice: FormatChoice) -> object:

@@ -4,23 +4,17 @@ DDP checks the hook's signature: a plain function with a parameter named ``bucke
 annotation is refused, so this module must not import ``annotations`` from ``__future__``.
 """
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
 
-class HookState(Protocol):
-    """The state that DDP passes to the hook."""
-
-    def start(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        """Start to average a bucket."""
-
-
-def exchange_gradients(state: HookState, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+def exchange_gradients(state: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     """Start to average ``bucket`` over all ranks; the future is complete when the bucket holds the mean."""
-    return state.start(bucket)
+    future: torch.futures.Future[Tensor] = state.start(bucket)
+    return future
 
 
 def new_future(device: torch.device) -> torch.futures.Future[Any]:

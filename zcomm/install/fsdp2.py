@@ -90,24 +90,23 @@ def install_fsdp2(
     and nothing is installed. Cost: for each module, one collective for each format instead of one in all; where small
     or overridden parameters are between others, one copy each way.
     """
-    options = _TransportOptions(topology, replicate_group, backend, kernels, scaler)
+    options = _InstallOptions(topology, replicate_group, shadow, backend, kernels, scaler)
     replicates = replicate_group is not None
     given = settings_of(
         recipe, overrides, topology, shadow=shadow, replicates=replicates, backend=backend, kernels=kernels,
         scaler=scaler_kind(scaler),
     )  # fmt: skip
-    checked = partial(_checked, model, recipe, overrides or {}, options, shadow=shadow)
+    checked = partial(_checked, model, recipe, overrides or {}, options)
     agreed = agree("install_fsdp2", given, _groups(model, topology, replicate_group), checked)
-    return _installed(agreed, overrides or {}, options, shadow=shadow)
+    return _installed(agreed, overrides or {}, options)
 
 
-def _installed(
-    agreed: _Checked, overrides: Mapping[str, Override], options: _TransportOptions, *, shadow: bool
-) -> Installation:
+def _installed(agreed: _Checked, overrides: Mapping[str, Override], options: _InstallOptions) -> Installation:
     units, recipe, unit_choices = agreed
     replicate_group, topology = options.replicate_group, options.topology
-    owned = _topology_of_job(units, options) if topology is None and replicate_group is None else None
-    topology = topology or owned
+    owned = None
+    if topology is None and replicate_group is None and _are_over_all_ranks(units):
+        topology = owned = Topology.from_env(backend=options.backend, kernels=options.kernels)
     if recipe is AUTO_RECIPE:
         with closed_on_error(owned):
             recipe = for_shards(topology, _largest_exchanges(units), units[0].group.device)
@@ -118,20 +117,23 @@ def _installed(
     backend = options.backend if topology is None else topology.backend
     of_each = zip(units, unit_choices, (_topology_of(unit, topology) for unit in units), strict=True)
     for one in of_each:
-        _install(UnitPlanner(*one, record, residual_of=last_hop, backend=backend), replicate_group, shadow=shadow)
+        _install(
+            UnitPlanner(*one, record, residual_of=last_hop, backend=backend), replicate_group, shadow=options.shadow
+        )
     groups = [unit.process_group for unit in units] + ([] if replicate_group is None else [replicate_group])
     remove = partial(_uninstall, before, owned, groups if backend == "nccl" else [])
     over = (
         f"one hop, backend {'nccl' if backend == 'nccl' else 'torch'}" if topology is None else topology_text(topology)
     )
-    return Installation(title_of("install_fsdp2", recipe, over, shadow=shadow), record, remove)
+    return Installation(title_of("install_fsdp2", recipe, over, shadow=options.shadow), record, remove)
 
 
-class _TransportOptions(NamedTuple):
-    """The arguments that say what carries the exchanges."""
+class _InstallOptions(NamedTuple):
+    """The arguments besides the model and its formats."""
 
     topology: Topology | None
     replicate_group: dist.ProcessGroup | None
+    shadow: bool
     backend: BackendWish
     kernels: KernelsName
     scaler: ScalerSetting
@@ -142,17 +144,12 @@ _Checked = tuple[list[FSDPUnit], Recipe, list[Sequence[FormatChoice]]]
 
 
 def _checked(
-    model: nn.Module,
-    recipe: str | Recipe,
-    overrides: Mapping[str, Override],
-    options: _TransportOptions,
-    *,
-    shadow: bool,
+    model: nn.Module, recipe: str | Recipe, overrides: Mapping[str, Override], options: _InstallOptions
 ) -> _Checked:
     """Look the arguments up; raise if this rank cannot install. No communication: other ranks may not get here."""
     units, recipe = units_of(model), get_recipe(recipe)
     unit_choices = _choices(units, recipe, overrides)
-    _check_replicas(units, options.replicate_group, options.topology, shadow=shadow)
+    _check_replicas(units, options)
     _check_topology(units, options.topology)
     _check_kernels(units, options)
     for device in dict.fromkeys(unit.group.device for unit in units):
@@ -179,10 +176,9 @@ def _largest_exchanges(units: Sequence[FSDPUnit]) -> tuple[int, int]:
     return weights, gradients
 
 
-def _check_kernels(units: Sequence[FSDPUnit], options: _TransportOptions) -> None:
+def _check_kernels(units: Sequence[FSDPUnit], options: _InstallOptions) -> None:
     """Kernels belong to a Topology; exchanges over a process group use those that ``ZCOMM_KERNELS`` names."""
-    everyone = tuple(range(dist.get_world_size()))
-    has_topology = options.topology is not None or any(unit.ranks == everyone for unit in units)
+    has_topology = options.topology is not None or _are_over_all_ranks(units)
     if options.kernels != "auto" and (options.replicate_group is not None or not has_topology):
         raise ConfigError(
             f"kernels={options.kernels!r} needs parameters that are sharded over all ranks, or those of topology=: use "
@@ -247,12 +243,10 @@ def _choices(
     return parts
 
 
-def _topology_of_job(units: Sequence[FSDPUnit], options: _TransportOptions) -> Topology | None:
-    """The topology as torchrun has started the ranks; None if no unit is sharded over all of them."""
+def _are_over_all_ranks(units: Sequence[FSDPUnit]) -> bool:
+    """Whether some unit is sharded over all ranks, so that it can use the topology as torchrun has started them."""
     everyone = tuple(range(dist.get_world_size()))
-    if all(unit.ranks != everyone for unit in units):
-        return None
-    return Topology.from_env(backend=options.backend, kernels=options.kernels)
+    return any(unit.ranks == everyone for unit in units)
 
 
 def _topology_of(unit: FSDPUnit, topology: Topology | None) -> Topology | None:
@@ -285,14 +279,13 @@ def _check_dtypes(unit: FSDPUnit, choices: Sequence[FormatChoice]) -> None:
             codec_for(choice.wires.weights, dtype)
 
 
-def _check_replicas(
-    units: Sequence[FSDPUnit], group: dist.ProcessGroup | None, topology: Topology | None, *, shadow: bool
-) -> None:
+def _check_replicas(units: Sequence[FSDPUnit], options: _InstallOptions) -> None:
+    group = options.replicate_group
     if group is None:
         return
-    if topology is not None:
+    if options.topology is not None:
         raise ConfigError("replicate_group= and topology= cannot be combined: with replicas, each node is one replica")
-    if shadow:
+    if options.shadow:
         raise ConfigError("replicate_group= and shadow=True cannot be combined: FSDP2 has no all-reduce to keep")
     peers = set(dist.get_process_group_ranks(group))
     for unit in units:

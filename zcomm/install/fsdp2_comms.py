@@ -178,13 +178,10 @@ class ZcommAllGather(_UnitComm):
         for one in self.planner.gather_over(group, output_tensor.dtype):
             piece, wire = one.piece, one.wires.weights
             shard = piece.take(input_tensor.view(1, -1))[0]
-            if piece.is_view:
-                start, stop = piece.ranges[0]
-                all_gather_single(rows[:, start:stop], shard, comm, format=wire, backend=backend)
-            else:
-                values = rows.new_empty(rows.shape[0], piece.numel)
-                all_gather_single(values, shard, comm, format=wire, backend=backend)
-                piece.put(values, rows)
+            start, stop = piece.ranges[0]
+            values = rows[:, start:stop] if piece.is_view else rows.new_empty(rows.shape[0], piece.numel)
+            all_gather_single(values, shard, comm, format=wire, backend=backend)
+            piece.put(values, rows)
             one.tally.calls += 1
 
 
@@ -206,8 +203,7 @@ class ZcommReduceScatter(_UnitComm):
                 shard, piece.take(rows), op, group=comm, format=wire, residual=one.start(record.scaling), random=key,
                 backend=backend,
             )  # fmt: skip
-            if not piece.is_view:
-                piece.put(shard.view(1, -1), output_tensor.view(1, -1))
+            piece.put(shard.view(1, -1), output_tensor.view(1, -1))
             one.tally.calls += 1
 
 
@@ -241,8 +237,7 @@ class ReplicaAllReduce:
                 values.view(-1), "avg", self._group, format=between, gather_format=reduced, residual=residual,
                 random=key, backend=self._planner.backend_of(self._group),
             )  # fmt: skip
-            if not piece.is_view:
-                piece.put(values, columns)
+            piece.put(values, columns)
             one.tally.calls += 1
 
     def _plan(self, numel: int, dtype: torch.dtype) -> list[PieceExchange]:

@@ -54,7 +54,9 @@ class FormatPiece:
         return parts[0] if self.is_view else torch.cat(parts, 1)
 
     def put(self, values: Tensor, rows: Tensor) -> None:
-        """Write ``values`` [num_rows, numel] into these columns of ``rows``."""
+        """Write ``values`` [num_rows, numel] into these columns of ``rows``, unless they are a view of them."""
+        if self.is_view:
+            return
         sizes = [stop - start for start, stop in self.ranges]
         for (start, stop), part in zip(self.ranges, torch.split(values, sizes, 1), strict=True):
             rows[:, start:stop].copy_(part)
