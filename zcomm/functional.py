@@ -74,11 +74,8 @@ def all_gather_single(
 ) -> Tensor:
     """Every rank's ``input`` [n, ...] as one tensor [world_size * n, ...] of the same dtype; see
     :func:`zcomm.all_gather_single`."""
-    _check_input(input, group, format, grad_format, numbering=numbering)
-    key, world_size = _group_key(group)
-    formats = _format_text(format, grad_format)
-    full: Tensor = _gather(input, key, world_size, formats, numbering, _key_words(random))
-    return full
+    key, world_size, formats = _checked(input, group, format, grad_format, numbering=numbering)
+    return _gather(input, key, world_size, formats, numbering, _key_words(random))
 
 
 def reduce_scatter_single(
@@ -94,11 +91,9 @@ def reduce_scatter_single(
 ) -> Tensor:
     """This rank's shard [n, ...] of the sum or mean of ``input`` [world_size * n, ...], in ``dtype`` (default: its
     own); see :func:`zcomm.reduce_scatter_single`."""
-    _check_input(input, group, format, grad_format, op=op, numbering=numbering, dtype=dtype)
-    key, world_size = _group_key(group)
-    dtype, formats = dtype or input.dtype, _format_text(format, grad_format)
-    shard: Tensor = _reduce(input, _op_name(op), key, world_size, formats, numbering, dtype, _key_words(random))
-    return shard
+    key, world_size, formats = _checked(input, group, format, grad_format, op=op, numbering=numbering, dtype=dtype)
+    dtype = dtype or input.dtype
+    return _reduce(input, _op_name(op), key, world_size, formats, numbering, dtype, _key_words(random))
 
 
 def all_reduce(
@@ -111,10 +106,8 @@ def all_reduce(
     random: RandomKey | None = None,
 ) -> Tensor:
     """The sum or mean of ``input``, of any shape, over all ranks; see :func:`zcomm.all_reduce`."""
-    _check_input(input, group, format, grad_format, op=op)
-    formats = _format_text(format, grad_format)
-    total: Tensor = _all_reduce(input, _op_name(op), _group_key(group)[0], formats, _key_words(random))
-    return total
+    key, _, formats = _checked(input, group, format, grad_format, op=op)
+    return _all_reduce(input, _op_name(op), key, formats, _key_words(random))
 
 
 def all_to_all_single(
@@ -130,16 +123,14 @@ def all_to_all_single(
     """Part j [n, ...] of the result is what rank j had for this rank in ``input`` [world_size * n, ...]; see
     :func:`zcomm.all_to_all_single`. With split sizes, both or none of them, parts may have different numbers of rows.
     """
-    _check_input(input, group, format, grad_format)
-    key, world_size = _group_key(group)
+    key, world_size, formats = _checked(input, group, format, grad_format)
     splits = output_split_sizes, input_split_sizes
     if output_split_sizes is not None or input_split_sizes is not None:
         _check_splits(input, group, world_size, splits, format=format, random=random)
-    parts: Tensor = _all_to_all(input, key, _format_text(format, grad_format), _key_words(random), *splits)
-    return parts
+    return _all_to_all(input, key, formats, _key_words(random), *splits)
 
 
-def _check_input(
+def _checked(
     tensor: Tensor,
     group: GroupOrMesh,
     format: WireFormat,
@@ -148,26 +139,29 @@ def _check_input(
     op: Any = "sum",
     numbering: Numbering = "rank",
     dtype: Any = None,
-) -> None:
-    """Check what an operator cannot, since it only receives text and plain tensors."""
+) -> tuple[str, int, str]:
+    """The group's name and size and the formats, for the operator.
+
+    Checks what the operator cannot, since it only receives text and plain tensors.
+    """
     if grad_format is not None and not torch.is_grad_enabled() and getattr(tensor, "requires_grad", False):
         raise ConfigError(
             f"input requires a gradient, which is lost while none are recorded, as under no_grad(): grad_format="
             f"{grad_format!r}; leave it out there, or pass input.detach()"
         )
     group = as_group(group)
-    if torch.compiler.is_compiling():
-        return
-    if dtype is not None and not isinstance(dtype, torch.dtype):
-        raise LayoutError(f"dtype must be a torch.dtype: dtype={dtype!r}")
-    divisor_of(op, 1)
-    tensors: dict[str, object] = {"input": tensor.detach() if isinstance(tensor, Tensor) else tensor}
-    if isinstance(tensor, Tensor) and not _has_memory(tensor):
-        tensors = {}  # the operator's fake implementation takes it
-    for text in (format, grad_format):
-        if isinstance(text, str) and (SEPARATOR in text or BACKWARD in text):
-            raise FormatError(f"format must be one format or a pair of them, as a tuple: format={text!r}")
-    check_arguments(group, format, "none" if grad_format is None else grad_format, numbering=numbering, **tensors)
+    if not torch.compiler.is_compiling():
+        if dtype is not None and not isinstance(dtype, torch.dtype):
+            raise LayoutError(f"dtype must be a torch.dtype: dtype={dtype!r}")
+        divisor_of(op, 1)
+        tensors: dict[str, object] = {"input": tensor.detach() if isinstance(tensor, Tensor) else tensor}
+        if isinstance(tensor, Tensor) and not _has_memory(tensor):
+            tensors = {}  # the operator's fake implementation takes it
+        for text in (format, grad_format):
+            if isinstance(text, str) and (SEPARATOR in text or BACKWARD in text):
+                raise FormatError(f"format must be one format or a pair of them, as a tuple: format={text!r}")
+        check_arguments(group, format, "none" if grad_format is None else grad_format, numbering=numbering, **tensors)
+    return *_group_key(group), _format_text(format, grad_format)
 
 
 def _check_splits(input: Tensor, group: GroupOrMesh, world_size: int, splits: tuple[Any, Any], **options: Any) -> None:
@@ -242,9 +236,8 @@ def _op_name(op: Any) -> str:
     return op if isinstance(op, str) else "avg" if divisor_of(op, 2) == 2 else "sum"
 
 
-def _group_key(group: GroupOrMesh) -> tuple[str, int]:
+def _group_key(group: Group) -> tuple[str, int]:
     """The name of a group, and its number of ranks. The default group's name is empty."""
-    group = as_group(group)
     if isinstance(group, Topology):
         return group.key, group.world_size
     if group is None:
@@ -350,11 +343,8 @@ def _new_exchanged(
         if not _has_memory(input) and all(isinstance(n, int) for n in (input.shape[0], *input_split_sizes)):
             check_split_sizes("input", input_split_sizes, world_size, input.shape[0])
     if _has_memory(input):
-        options = _options(format, random) | {
-            "output_split_sizes": output_split_sizes,
-            "input_split_sizes": input_split_sizes,
-        }
-        exchange_into(output, input.contiguous(), _group_of(key), **options)
+        sizes: dict[str, Any] = {"output_split_sizes": output_split_sizes, "input_split_sizes": input_split_sizes}
+        exchange_into(output, input.contiguous(), _group_of(key), **sizes, **_options(format, random))
     return output
 
 
@@ -396,7 +386,9 @@ def _of_backward(format: str) -> str:
     return _format_text(_formats_of(format)[1])
 
 
-def _operator(name: str, function: Callable[..., Tensor], backward: Callable[..., tuple[Tensor | None, ...]]) -> Any:
+def _operator(
+    name: str, function: Callable[..., Tensor], backward: Callable[..., tuple[Tensor | None, ...]]
+) -> Callable[..., Tensor]:
     operator = torch.library.custom_op(f"zcomm::{name}", function, mutates_args=())
     operator.register_fake(function)
     operator.register_autograd(backward, setup_context=_remember)

@@ -1,6 +1,6 @@
 """State of the drop-ins across steps: residuals through DDP's new buckets, checkpoints, random numbers."""
 
-# covers zcomm/install/carried_state.py zcomm/install/piece_exchange.py zcomm/install/report.py
+# covers zcomm/install/carried_state.py zcomm/install/pieces.py zcomm/install/report.py
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.ranks import run_ranks, topology
 from tests.zcomm.models import Given, batch, flat_grad, mlp
 from tests.zcomm.travelled import travelled
 from zcomm import ConfigError, FormatError, Recipe, Residual, StateError
-from zcomm.install.piece_exchange import PieceExchange
+from zcomm.install.pieces import PieceExchange
 from zcomm.install.report import Installation
 
 SIZES = {"a": 3001, "small": 10, "b": 2500, "c": 4099, "d": 2999}

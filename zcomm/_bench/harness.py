@@ -64,8 +64,8 @@ def interleave(
     *,
     rounds: int,
     warmup: int = 1,
-    before_each: Callable[[], object] | None = None,
-    after_each: Callable[[], object] | None = None,
+    before_each: Callable[[], object] = lambda: None,
+    after_each: Callable[[], object] = lambda: None,
 ) -> dict[Key, Timing]:
     """Time each case once in each round, so that a slow moment of the machine affects all cases alike.
 
@@ -78,12 +78,10 @@ def interleave(
     for _ in range(warmup + rounds):
         random.shuffle(order)
         for name, call in order:
-            if before_each is not None:
-                before_each()
+            before_each()
             start = time.perf_counter()
             call()
-            if after_each is not None:
-                after_each()
+            after_each()
             seconds[name].append(time.perf_counter() - start)
     return {name: Timing(tuple(times[warmup:])) for name, times in seconds.items()}
 

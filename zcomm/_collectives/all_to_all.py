@@ -9,7 +9,6 @@ split sizes :mod:`zcomm._collectives.uneven_all_to_all`
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from torch import Tensor
 
@@ -82,12 +81,10 @@ def all_to_all_single(
     their sizes in a small all-gather, for which the host waits: 8 * (2 * world_size + 1) bytes to every other rank.
     """
     group = as_group(group)
+    options = CallOptions(format, backend, async_op, random)
     if output_split_sizes is not None or input_split_sizes is not None:
         output, input = check_arguments(group, format, async_op=async_op, output=output, input=input)
-        splits = Splits(output_split_sizes, input_split_sizes)
-        given: dict[str, Any] = {"format": format, "random": random, "async_op": async_op, "backend": backend}
-        return uneven_all_to_all(output, input, group, splits, **given)
-    options = CallOptions(format, backend, async_op, random)
+        return uneven_all_to_all(output, input, group, Splits(output_split_sizes, input_split_sizes), options)
     route, (source, parts) = planned("all_to_all", group, (input, output), options, _checked, first="intra")
     check_apart("output", parts, "input", source)
     if is_debugging():

@@ -26,13 +26,13 @@ from zcomm._base import env
 from zcomm._base.arguments import as_count, shown
 from zcomm._collectives.auto_format import AUTO
 from zcomm._collectives.encoder import check_random
+from zcomm._collectives.plans import CallOptions
 from zcomm._formats.formats import Format, codec_for
 from zcomm._formats.message import MessageLayout
 from zcomm._formats.philox import Draw, RandomKey
 from zcomm._kernels import kernels
 from zcomm._transport import backend
 from zcomm._transport.backend import Hop, MessageInfo
-from zcomm._transport.backend_choice import BackendName
 from zcomm._transport.route import Group, Route, WireFormat, check_apart, find_route, format_pair
 from zcomm._transport.tagged_group import ranks_of
 from zcomm._transport.topology import Topology
@@ -68,18 +68,9 @@ class _Call(NamedTuple):
     random: RandomKey | None
 
 
-def uneven_all_to_all(
-    output: Tensor,
-    input: Tensor,
-    group: Group,
-    splits: Splits,
-    *,
-    format: WireFormat,
-    random: RandomKey | None,
-    async_op: bool,
-    backend: BackendName | None,
-) -> Work | None:
+def uneven_all_to_all(output: Tensor, input: Tensor, group: Group, splits: Splits, options: CallOptions) -> Work | None:
     """:func:`zcomm.all_to_all_single` with ``splits``."""
+    format, backend, async_op, random, *_ = options
     if format == AUTO:
         raise FormatError(
             'format="auto" chooses by size, and with split sizes ranks have different sizes: name a format'

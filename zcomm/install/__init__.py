@@ -6,9 +6,8 @@ Called by: users, through zcomm.install_ddp and zcomm.install_fsdp2.
 
 agreement.py        the ranks compare their settings and errors before anything is installed
 choices.py          which formats each parameter gets: recipe, overrides by module name, the size threshold
-pieces.py           a flat buffer of many parameters, split into pieces of one format each
-piece_exchange.py   one piece with its byte counts and its residual
-carried_state.py          the state that goes from step to step and into checkpoints: residuals, random numbers
+pieces.py           a flat buffer of many parameters in pieces of one format each, with byte counts and residuals
+carried_state.py    the state that goes from step to step and into checkpoints: residuals, random numbers
 report.py           bytes sent, bytes without compression, what stays uncompressed and why
 ddp.py              install_ddp; ddp_hook.py holds the function that DDP calls
 fsdp2.py            install_fsdp2; fsdp2_comms.py holds the objects that FSDP2 calls, fsdp2_units.py reads its state

@@ -39,7 +39,7 @@ class CarriedState:
     def __init__(self, names: Iterable[str], recipe: Recipe) -> None:
         check_damping(recipe.residual_beta, recipe.residual_reset_interval, prefix="residual_")
         self.residuals: list[Residual] = []
-        self._recipe = recipe
+        self.recipe = recipe
         self._seed, self._num_random = RandomKey(recipe.seed).seed, 0
         self._names = frozenset(names)
         self._saved: list[dict[str, Any]] = []
@@ -52,7 +52,7 @@ class CarriedState:
         Collective inside the node, over two hops, if those parameters were in other buffers. Every rank must make its
         residuals in the same order; ranks that differ would deadlock in that exchange.
         """
-        beta, reset_interval = self._recipe.residual_beta, self._recipe.residual_reset_interval
+        beta, reset_interval = self.recipe.residual_beta, self.recipe.residual_reset_interval
         residual = Residual(
             group, spans, numel, numbering=numbering, beta=beta, reset_interval=reset_interval, device=device
         )

@@ -47,8 +47,7 @@ from zcomm.install.choices import (
     for_all_reduce,
 )
 from zcomm.install.ddp_hook import exchange_gradients, new_future, value_or_raise
-from zcomm.install.piece_exchange import PieceExchange
-from zcomm.install.pieces import FormatPiece, split_by_format
+from zcomm.install.pieces import FormatPiece, PieceExchange, split_by_format
 from zcomm.install.report import Installation, InstallationRecord, title_of, topology_text
 
 OPERATION = "all_reduce"
@@ -110,7 +109,7 @@ def install_ddp(
             recipe = for_all_reduce(topology, *_largest_bucket(ddp))
             choices = _choices(ddp, recipe, overrides or {})
     record = InstallationRecord((choice.name for choice in choices.values()), recipe, scaler)
-    state.compressed = _Compressed(topology, choices, record, has_residual=recipe.residual, is_shadow=shadow)
+    state.compressed = _Compressed(topology, choices, record, is_shadow=shadow)
     title = title_of("install_ddp", recipe, topology_text(topology), shadow=shadow)
     return Installation(title, record, partial(_uninstall, state, topology if owned else None))
 
@@ -248,16 +247,9 @@ class _Compressed:
     """The compressed exchange of an installation: the pieces of each bucket, sent one after another."""
 
     def __init__(
-        self,
-        topology: Topology,
-        choices: dict[int, FormatChoice],
-        record: InstallationRecord,
-        *,
-        has_residual: bool,
-        is_shadow: bool,
+        self, topology: Topology, choices: dict[int, FormatChoice], record: InstallationRecord, *, is_shadow: bool
     ) -> None:
-        self._topology, self._choices, self._record = topology, choices, record
-        self._has_residual, self.is_shadow = has_residual, is_shadow
+        self._topology, self._choices, self._record, self.is_shadow = topology, choices, record, is_shadow
         self._exchanges: dict[tuple[int, ...], list[PieceExchange]] = {}
         """By a bucket's parameters, and not by its index: DDP rebuilds buckets after the first step."""
         self._side = SideStreams()
@@ -341,7 +333,7 @@ class _Compressed:
         gathered = volume.all_gather_sent(shard_numel, buffer.dtype, *shape, (wires.reduced, wires.reduced))
         sent = volume.Sent(reduced.intra + gathered.intra, reduced.inter + gathered.inter)
         tally = self._record.new_tally(piece.choices, _formats_text(wires), sent, plain)
-        if self._has_residual and wires.gradients[1].block:
+        if self._record.carried.recipe.residual and wires.gradients[1].block:
             residual = self._record.carried.residual_for(
                 topology, piece.spans(), piece.numel, numbering="local", device=buffer.device
             )

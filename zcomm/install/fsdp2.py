@@ -115,16 +115,13 @@ def _installed(agreed: _Checked, overrides: Mapping[str, Override], options: _In
     before = [_restorer_of(unit, replaces_hook=replicate_group is not None) for unit in units]
     last_hop = (ZcommReduceScatter if replicate_group is None else ReplicaAllReduce) if recipe.residual else None
     backend = options.backend if topology is None else topology.backend
-    of_each = zip(units, unit_choices, (_topology_of(unit, topology) for unit in units), strict=True)
-    for one in of_each:
-        _install(
-            UnitPlanner(*one, record, residual_of=last_hop, backend=backend), replicate_group, shadow=options.shadow
-        )
+    for unit, choices in zip(units, unit_choices, strict=True):
+        planner = UnitPlanner(unit, choices, _topology_of(unit, topology), record, last_hop, backend)
+        _install(planner, replicate_group, shadow=options.shadow)
     groups = [unit.process_group for unit in units] + ([] if replicate_group is None else [replicate_group])
     remove = partial(_uninstall, before, owned, groups if backend == "nccl" else [])
-    over = (
-        f"one hop, backend {'nccl' if backend == 'nccl' else 'torch'}" if topology is None else topology_text(topology)
-    )
+    one_hop = f"one hop, backend {'nccl' if backend == 'nccl' else 'torch'}"
+    over = one_hop if topology is None else topology_text(topology)
     return Installation(title_of("install_fsdp2", recipe, over, shadow=options.shadow), record, remove)
 
 

@@ -15,6 +15,7 @@ use the current stream. An exchange on another stream would race with FSDP2's co
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -32,40 +33,35 @@ from zcomm._transport.backend_choice import BackendName, BackendWish
 from zcomm._transport.topology import Topology, hop_of_group
 from zcomm.install.choices import UNCOMPRESSED, FormatChoice
 from zcomm.install.fsdp2_units import FSDPUnit
-from zcomm.install.piece_exchange import PieceExchange
-from zcomm.install.pieces import FormatPiece, split_by_format
+from zcomm.install.pieces import FormatPiece, PieceExchange, split_by_format
 from zcomm.install.report import InstallationRecord, PieceTotals
 
 Comm = Topology | dist.ProcessGroup
 """What carries an exchange: a Topology, over two hops, or a process group, over one."""
 
 
+@dataclass(eq=False)
 class UnitPlanner:
     """Decides how one unit's tensors are exchanged: pieces, formats, topology or group, residuals."""
 
-    def __init__(
-        self,
-        unit: FSDPUnit,
-        choices: Sequence[FormatChoice],
-        topology: Topology | None,
-        record: InstallationRecord,
-        *,
-        residual_of: type[ZcommReduceScatter] | type[ReplicaAllReduce] | None = None,
-        backend: BackendWish = "auto",
-    ) -> None:
-        self._over_nccl = backend == "nccl"
-        self.unit, self.choices, self.record = unit, tuple(choices), record
-        self._topology, self._residual_of = topology, residual_of
-        self._trainable = [i for i, trainable in enumerate(unit.is_trainable) if trainable]
+    unit: FSDPUnit
+    choices: Sequence[FormatChoice]
+    topology: Topology | None
+    record: InstallationRecord
+    residual_of: type[ZcommReduceScatter] | type[ReplicaAllReduce] | None
+    backend: BackendWish
+
+    def __post_init__(self) -> None:
+        self._trainable = [i for i, trainable in enumerate(self.unit.is_trainable) if trainable]
         self.gather_over, self.reduce_over = cache(self._plan_gather), cache(self._plan_reduce)
 
     def comm_over(self, group: dist.ProcessGroup) -> Comm:
         """Return the Topology, over two hops, if ``group`` has all ranks of this unit; else ``group``, over one hop."""
-        return self._topology if self._topology is not None and self.is_shard_group(group) else group
+        return self.topology if self.topology is not None and self.is_shard_group(group) else group
 
     def backend_of(self, comm: Comm) -> BackendName | None:
         """Return the backend of exchanges over a Topology or group; None for a Topology, which has its own."""
-        return "nccl" if self._over_nccl and not isinstance(comm, Topology) else None
+        return "nccl" if self.backend == "nccl" and not isinstance(comm, Topology) else None
 
     def is_shard_group(self, group: dist.ProcessGroup) -> bool:
         """Whether ``group`` is the one that the parameters are sharded over."""
@@ -77,7 +73,7 @@ class UnitPlanner:
         if not self.is_shard_group(group):
             # These values are decoded already. A second rounding would give backward other weights than forward.
             why = f"gathered again over {group.size()} ranks"
-            choices = tuple(choice._replace(wires=UNCOMPRESSED, reason=why) for choice in choices)
+            choices = [choice._replace(wires=UNCOMPRESSED, reason=why) for choice in choices]
         pieces = split_by_format(
             choices, self._columns(range(len(choices)), group), lambda choice: choice.wires.weights
         )
@@ -103,7 +99,7 @@ class UnitPlanner:
         self, kind: type[ZcommReduceScatter] | type[ReplicaAllReduce], piece: FormatPiece, comm: Comm, num_rows: int
     ) -> Residual | None:
         """Return a residual for ``piece``; None unless ``kind`` is the last hop and its parameters are known."""
-        if kind is not self._residual_of or any(choice.name == self._label for choice in piece.choices):
+        if kind is not self.residual_of or any(choice.name == self._label for choice in piece.choices):
             return None
         spans, numel = piece.spans(num_rows), num_rows * piece.numel
         return self.record.carried.residual_for(comm, spans, numel, device=self.unit.group.device)

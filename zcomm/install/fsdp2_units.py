@@ -63,12 +63,17 @@ def units_of(model: nn.Module) -> list[FSDPUnit]:
     """
     names = {id(module): clean_name(name) for name, module in model.named_modules(remove_duplicate=False)}
     units, seen = [], set()
-    for module in model.modules():
-        if _is_sharded(module):
-            for group in _groups_of(module, names[id(module)]):
-                if id(group) not in seen and group.fsdp_params:
-                    seen.add(id(group))
-                    units.append(_unit(module, group, names))
+    for module in filter(_is_sharded, model.modules()):
+        groups = _groups_of(module)
+        if len(groups) > 1:
+            raise LayoutError(
+                f"module {names[id(module)] or '(root)'!r} has {len(groups)} parameter groups (shard_placement_fn with "
+                "several meshes): call fully_shard on its children, one mesh each"
+            )
+        for group in groups:
+            if id(group) not in seen and group.fsdp_params:
+                seen.add(id(group))
+                units.append(_unit(module, group, names))
     if not units:
         raise ConfigError(f"{type(model).__name__} has no module with sharded parameters: call fully_shard first")
     return units
@@ -82,26 +87,16 @@ def _is_sharded(module: nn.Module) -> bool:
 
 def process_groups_of(model: nn.Module) -> list[dist.ProcessGroup]:
     """Return the groups that parameters are sharded over, in order; also for models that :func:`units_of` refuses."""
-    sharing = [group for module in model.modules() if _is_sharded(module) for group in _all_groups_of(module)]
+    sharing = [group for module in filter(_is_sharded, model.modules()) for group in _groups_of(module)]
     return [group.mesh_info.shard_process_group for group in sharing if group.fsdp_params]
 
 
-def _all_groups_of(module: Any) -> list[Any]:
+def _groups_of(module: Any) -> list[Any]:
     state: Any = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:  # before torch 2.13
         groups = [group for group in (state._fsdp_param_group,) if group is not None]
     return list(groups)
-
-
-def _groups_of(module: Any, name: str) -> list[Any]:
-    groups = _all_groups_of(module)
-    if len(groups) > 1:
-        raise LayoutError(
-            f"module {name or '(root)'!r} has {len(groups)} parameter groups (shard_placement_fn with several meshes): "
-            "call fully_shard on its children, one mesh each"
-        )
-    return groups
 
 
 def _unit(module: nn.Module, group: Any, names: dict[int, str]) -> FSDPUnit:
