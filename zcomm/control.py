@@ -13,7 +13,7 @@ itself. The traffic counters count every byte, and the hop's collective log reco
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -81,11 +81,7 @@ def scatter_from_first(rows: Tensor | None, numel: int, hop: Hop) -> Tensor:
 
 
 def _run(
-    operation: str,
-    tensors: tuple[Tensor, Tensor | None],
-    hop: Hop,
-    parts: Sequence[Tensor],
-    received: Mapping[int, Tensor],
+    operation: str, tensors: tuple[Tensor, Tensor | None], hop: Hop, parts: list[Tensor], received: dict[int, Tensor]
 ) -> None:
     """Run a gather or a scatter. ``parts[i]`` goes to rank i, and ``received[i]`` comes from it."""
     mine, rows = tensors

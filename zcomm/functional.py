@@ -353,49 +353,44 @@ def _options(format: str, random: Sequence[int] | None, numbering: str | None = 
     return options if numbering is None else options | {"numbering": numbering}
 
 
-def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001  (passed by name)
-    ctx.arguments = inputs[1:]
+# Of each operator the transposed exchange: the gradient of its input by that of its output and its other arguments.
 
 
-def _gradients(ctx: Any, of_input: Tensor) -> tuple[Tensor | None, ...]:
-    return of_input, *[None] * len(ctx.arguments)  # torch converts it to the dtype and shape of the input
+def _of_gather(grad: Tensor, key: str, world_size: int, format: str, numbering: str, _: Any) -> Tensor:
+    return _reduce(grad, "sum", key, world_size, _of_backward(format), numbering, grad.dtype)
 
 
-def _backward_of_gather(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    key, world_size, format, numbering, _ = ctx.arguments
-    return _gradients(ctx, _reduce(grad, "sum", key, world_size, _of_backward(format), numbering, grad.dtype))
+def _of_reduce(grad: Tensor, op: str, key: str, world_size: int, format: str, numbering: str, *_: Any) -> Tensor:
+    return _gather(grad / divisor_of(op, world_size), key, world_size, _of_backward(format), numbering)
 
 
-def _backward_of_reduce(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    op, key, world_size, format, numbering, *_ = ctx.arguments
-    scaled = grad / divisor_of(op, world_size)
-    return _gradients(ctx, _gather(scaled, key, world_size, _of_backward(format), numbering))
+def _of_total(grad: Tensor, op: str, key: str, format: str, _: Any) -> Tensor:
+    return _all_reduce(grad, op, key, _of_backward(format))
 
 
-def _backward_of_total(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    op, key, format, _ = ctx.arguments
-    return _gradients(ctx, _all_reduce(grad, op, key, _of_backward(format)))
-
-
-def _backward_of_exchange(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    key, format, _, output_split_sizes, input_split_sizes = ctx.arguments
-    return _gradients(ctx, _all_to_all(grad, key, _of_backward(format), None, input_split_sizes, output_split_sizes))
+def _of_exchange(grad: Tensor, key: str, format: str, _: Any, output_sizes: Any, input_sizes: Any) -> Tensor:
+    return _all_to_all(grad, key, _of_backward(format), None, input_sizes, output_sizes)
 
 
 def _of_backward(format: str) -> str:
     return _format_text(_formats_of(format)[1])
 
 
-def _operator(
-    name: str, function: Callable[..., Tensor], backward: Callable[..., tuple[Tensor | None, ...]]
-) -> Callable[..., Tensor]:
+def _operator(name: str, function: Callable[..., Tensor], transposed: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001  (passed by name)
+        ctx.arguments = inputs[1:]
+
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        # torch converts it to the dtype and shape of the input
+        return transposed(grad, *ctx.arguments), *[None] * len(ctx.arguments)
+
     operator = torch.library.custom_op(f"zcomm::{name}", function, mutates_args=())
     operator.register_fake(function)
-    operator.register_autograd(backward, setup_context=_remember)
+    operator.register_autograd(backward, setup_context=remember)
     return operator
 
 
-_gather = _operator("all_gather_single", _new_gathered, _backward_of_gather)
-_reduce = _operator("reduce_scatter_single", _new_reduced, _backward_of_reduce)
-_all_reduce = _operator("all_reduce", _new_total, _backward_of_total)
-_all_to_all = _operator("all_to_all_single", _new_exchanged, _backward_of_exchange)
+_gather = _operator("all_gather_single", _new_gathered, _of_gather)
+_reduce = _operator("reduce_scatter_single", _new_reduced, _of_reduce)
+_all_reduce = _operator("all_reduce", _new_total, _of_total)
+_all_to_all = _operator("all_to_all_single", _new_exchanged, _of_exchange)

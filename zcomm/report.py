@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import re
 import socket
 import struct
 from collections.abc import Callable
@@ -201,12 +202,9 @@ def _machine() -> dict[str, str]:
 
 def _first_field(path: str, name: str) -> str:
     file = Path(path)
-    if file.is_file():
-        for line in file.read_text(errors="replace").splitlines():
-            key, _, value = line.partition(":")
-            if key.strip() == name:
-                return value.strip()
-    return ""
+    text = file.read_text(errors="replace") if file.is_file() else ""
+    found = re.search(rf"^{name}\s*:(.*)", text, re.MULTILINE)
+    return "" if found is None else found[1].strip()
 
 
 def _cpu_model() -> str:

@@ -146,21 +146,14 @@ def _links(options: argparse.Namespace, topology: Topology, device: torch.device
     for name, hop, senders in (("within", topology.intra, 1), ("between", topology.inter, topology.ranks_per_node)):
         if hop.size == 1:
             continue
-        p50 = _gather_seconds(hop, options, topology, device)
+        calls = {}
+        for nbytes in (8, LINK_NBYTES):
+            mine = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+            calls[nbytes] = partial(_gather, mine.new_zeros(hop.size * nbytes), mine, hop)
+        timings = _timed(calls, lambda: None, options, topology)
         sent = (hop.size - 1) * LINK_NBYTES * senders
-        found[name] = {"latency_us": p50["small"] * 1e6, "bandwidth_gbps": sent / p50["large"] / 1e9}
+        found[name] = {"latency_us": timings[8].p50 * 1e6, "bandwidth_gbps": sent / timings[LINK_NBYTES].p50 / 1e9}
     return found
-
-
-def _gather_seconds(
-    hop: Hop, options: argparse.Namespace, topology: Topology, device: torch.device
-) -> dict[str, float]:
-    calls = {}
-    for name, nbytes in (("small", 8), ("large", LINK_NBYTES)):
-        mine = torch.zeros(nbytes, dtype=torch.uint8, device=device)
-        all_ = mine.new_zeros(hop.size * nbytes)
-        calls[name] = partial(_gather, all_, mine, hop)
-    return {name: timing.p50 for name, timing in _timed(calls, lambda: None, options, topology).items()}
 
 
 def _gather(output: torch.Tensor, mine: torch.Tensor, hop: Hop) -> None:

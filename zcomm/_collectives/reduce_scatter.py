@@ -24,7 +24,6 @@ from zcomm._collectives.coalesced import check_no_residual, coalesced, is_list, 
 from zcomm._collectives.encoder import Encoder, check_random
 from zcomm._collectives.nccl_steps import is_native, reduce_over_nccl
 from zcomm._collectives.plans import CallOptions, Checked, planned
-from zcomm._formats.message import MessageLayout
 from zcomm._formats.philox import RandomKey
 from zcomm._kernels import kernels
 from zcomm._residuals.residual import Residual
@@ -148,11 +147,13 @@ def _one_hop(output: Tensor, rows: Tensor, divisor: int, encoder: Encoder) -> St
     numel = output.numel()
     layout = route.layout(wire, rows.dtype, 1, numel)
     received = layout.new(hop.size, output.device)
-    if encoder.residual is None:
-        sending = _encoded(rows, layout, received, (rows.stride(0), 0), encoder, is_in_order=True)
-    else:
+    sending = rows
+    if encoder.residual is not None:
         sending = layout.new(hop.size, rows.device)
         encoder.encode(0, rows.to(torch.float32, copy=True), sending, layout, expected=received)
+    elif not rows.is_contiguous() or layout.codec.dtype != rows.dtype:
+        sending = layout.new(hop.size, rows.device)
+        kernels.quantize(rows, layout, sending, rows.stride(0), 0, encoder.draw(0), expected=received)
     yield backend.all_to_all(received, sending, hop, MessageInfo(route.operation, str(wire), numel))
     kernels.decode_sum(received, layout, output, 0, divisor)
 
@@ -164,8 +165,10 @@ def _two_hops(output: Tensor, rows: Tensor, numbering: Numbering, divisor: int, 
     numel, device = output.numel(), output.device
     layout = route.layout(wire, rows.dtype, route.num_nodes, numel)
     received = layout.new(intra.size, device)
-    strides = route.strides(numbering, rows.stride(0))
-    sending = _encoded(rows, layout, received, strides, encoder, is_in_order=numbering == "local")
+    sending = rows
+    if numbering != "local" or not rows.is_contiguous() or layout.codec.dtype != rows.dtype:
+        sending, strides = layout.new(intra.size, device), route.strides(numbering, rows.stride(0))
+        kernels.quantize(rows, layout, sending, *strides, encoder.draw(0), expected=received)
     yield backend.all_to_all(received, sending, intra, MessageInfo(route.operation, str(wire), layout.numel))
     between = route.layout(wire_between, rows.dtype, 1, numel)
     partial = between.new(inter.size, device)
@@ -173,20 +176,3 @@ def _two_hops(output: Tensor, rows: Tensor, numbering: Numbering, divisor: int, 
     encoder.encode_sum(1, received, layout, partial, between, expected=last)
     yield backend.all_to_all(last, partial, inter, MessageInfo(route.operation, str(wire_between), numel))
     kernels.decode_sum(last, between, output, 0, divisor)
-
-
-def _encoded(
-    rows: Tensor,
-    layout: MessageLayout,
-    received: Tensor,
-    strides: tuple[int, int],
-    encoder: Encoder,
-    *,
-    is_in_order: bool,
-) -> Tensor:
-    """The messages of hop 1, as many as will be ``received``; ``rows`` itself if its bytes can be sent as they are."""
-    if is_in_order and rows.is_contiguous() and layout.codec.dtype == rows.dtype:
-        return rows
-    messages = layout.new(received.shape[0], rows.device)
-    kernels.quantize(rows, layout, messages, *strides, encoder.draw(0), expected=received)
-    return messages

@@ -113,7 +113,11 @@ def _nodes(route: Route, hop: Hop) -> list[int]:
 
 def _steps(output: Tensor, source: Tensor, splits: Splits, call: _Call) -> Steps:
     try:
-        sent_numels, numels = _numels(output, source, splits, call.hop.size)
+        sent_numels = _part_numels("input", source, splits.input, call.hop.size)
+        numels = _part_numels("output", output, splits.output, call.hop.size)
+        if output.device != source.device:
+            raise LayoutError(f"output and input must be on one device: {output.device}, {source.device}")
+        check_apart("output", output, "input", source)
     except LayoutError:
         _gather_sizes([REFUSED] * (2 * call.hop.size), source.dtype, call)  # I1: the other ranks raise, too
         raise
@@ -132,17 +136,8 @@ def _steps(output: Tensor, source: Tensor, splits: Splits, call: _Call) -> Steps
             kernels.decode(message, layout, part, 0, 0)
 
 
-def _numels(output: Tensor, source: Tensor, splits: Splits, world_size: int) -> tuple[list[int], list[int]]:
-    """Elements of each part of ``source`` and of ``output``. Raises LayoutError unless everything fits."""
-    sent = _part_numels("input", source, splits.input, world_size)
-    received = _part_numels("output", output, splits.output, world_size)
-    if output.device != source.device:
-        raise LayoutError(f"output and input must be on one device: {output.device}, {source.device}")
-    check_apart("output", output, "input", source)
-    return sent, received
-
-
 def _part_numels(name: str, tensor: Tensor, sizes: Any, world_size: int) -> list[int]:
+    """Elements of each part of ``tensor``. Raises LayoutError unless everything fits."""
     if tensor.ndim == 0 or not tensor.is_contiguous():
         raise LayoutError(
             f"{name} must be contiguous and have rows, got shape={tuple(tensor.shape)}, stride={tensor.stride()}"

@@ -45,7 +45,9 @@ class MessageFlag:
         with torch.inference_mode(mode=False):
             self.tensor = torch.ones(1, dtype=torch.int32, device=device)
             """int32 [1] on the device, 1 until a kernel finds a message of another layout."""
-            self._host_copy = self._new_host_copy()
+            # Pinned: a copy to pageable memory would block the host until the device has caught up.
+            is_pinned = torch.cuda.is_available()
+            self._host_copy = torch.ones(1, dtype=torch.int32, device="cpu", pin_memory=is_pinned)
         self._event: Any = None
         self._next = 0.0
         self._operations: dict[str, None] = {}
@@ -54,11 +56,6 @@ class MessageFlag:
     on_device: Callable[[torch.device], AbstractContextManager[Any]] = staticmethod(torch.cuda.device)
     new_event: Callable[[], Any] = staticmethod(torch.cuda.Event)
     clock: Callable[[], float] = staticmethod(time.monotonic)
-
-    @staticmethod
-    def _new_host_copy() -> Tensor:
-        # Pinned: a copy to pageable memory would block the host until the device has caught up.
-        return torch.ones(1, dtype=torch.int32, device="cpu", pin_memory=torch.cuda.is_available())
 
     def used_by(self, operation: str) -> Tensor:
         """The flag, to be passed to a kernel that decodes messages of ``operation``; checks it at intervals.

@@ -82,7 +82,9 @@ class UserLossScale:
         self._num_exchanges += 1
         if self._num_exchanges & (self._num_exchanges - 1):
             return None
-        found = [one for one in gc.get_objects() if issubclass(type(one), torch.amp.GradScaler) and _is_used(one)]
+        found: list[Any] = [one for one in gc.get_objects() if issubclass(type(one), torch.amp.GradScaler)]
+        # In use is one that has scaled a loss: its scale is a tensor from then on.
+        found = [one for one in found if one.is_enabled() and one._scale is not None]
         if len(found) > 1:
             raise ConfigError(
                 f"{len(found)} GradScalers are in use, and a residual must be rescaled with the scale of its own "
@@ -94,8 +96,3 @@ class UserLossScale:
         if self._num_exchanges > 1:
             self._reset_residuals()
         return cast("Scaler", found[0])
-
-
-def _is_used(scaler: Any) -> bool:
-    """Whether it has scaled a loss: its scale is a tensor from then on."""
-    return bool(scaler.is_enabled()) and scaler._scale is not None

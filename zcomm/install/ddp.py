@@ -311,9 +311,9 @@ class _Compressed:
         key = tuple(map(id, parameters))
         if key not in self._exchanges:
             self._retire(key)
-            pieces = split_by_format(
-                [self._choices[i] for i in key], [p.numel() for p in parameters], _gradient_formats
-            )
+            choices, sizes = [self._choices[i] for i in key], [parameter.numel() for parameter in parameters]
+            # Not by the reason: uncompressed parameters share one message; the report has a row for each reason.
+            pieces = split_by_format(choices, sizes, lambda choice: (choice.wires.gradients, choice.wires.reduced))
             self._exchanges[key] = [self._plan(piece, bucket.buffer()) for piece in pieces]
         return self._exchanges[key]
 
@@ -338,11 +338,6 @@ class _Compressed:
                 topology, piece.spans(), piece.numel, numbering="local", device=buffer.device
             )
         return PieceExchange(piece, tally, residual)
-
-
-def _gradient_formats(choice: FormatChoice) -> object:
-    # Without the reason: uncompressed parameters share one message, whatever the reason; the report has a row for each.
-    return choice.wires.gradients, choice.wires.reduced
 
 
 def _formats_text(wires: Wires) -> str:
