@@ -7,7 +7,6 @@ import zlib
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from zcomm import control
 from zcomm._bench.workloads import Workload, WorkloadFormats
@@ -55,12 +54,9 @@ def _check_parts(workload: Workload, wire: WorkloadFormats | None) -> tuple[int,
 def _count_differing(workload: Workload) -> int:
     """Elements in pieces that differ from the first rank's; the first of the node for a secondary gather."""
     pieces = torch.split(workload.output, COMPARED_NUMEL)
-    sums = torch.tensor([zlib.crc32(_bytes(piece)) for piece in pieces], dtype=torch.float64)
+    contents = (memoryview(piece.view(torch.uint8).cpu().numpy()) for piece in pieces)  # type: ignore[arg-type]
+    sums = torch.tensor([zlib.crc32(content) for content in contents], dtype=torch.float64)
     t: Topology = workload.topology
     first = t.rank - t.local_rank if workload.collective == "secondary_gather" else 0
     differs = control.gather_float64(sums, t)[first] != sums
     return sum(piece.numel() for piece, differs_here in zip(pieces, differs.tolist(), strict=True) if differs_here)
-
-
-def _bytes(tensor: Tensor) -> memoryview:
-    return memoryview(tensor.view(torch.uint8).cpu().numpy())  # type: ignore[arg-type]

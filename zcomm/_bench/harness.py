@@ -131,7 +131,8 @@ class BenchReport:
 
     def start(self, name: str, **settings: object) -> None:
         """Print versions, settings and the machine, then the header."""
-        self.note(f"zcomm bench {version('zcomm-zero')}  {name}  torch {torch.__version__}  " + _pairs(settings))
+        pairs = "  ".join(f"{setting} {value}" for setting, value in settings.items())
+        self.note(f"zcomm bench {version('zcomm-zero')}  {name}  torch {torch.__version__}  {pairs}")
         self.note(_machine())
         if not self._as_json:
             _write("#" + " ".join(column.header.rjust(column.width()) for column in self._columns))
@@ -176,10 +177,6 @@ def _write(line: str) -> None:
         sys.stderr.flush()
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
-
-
-def _pairs(settings: Mapping[str, object]) -> str:
-    return "  ".join(f"{name} {value}" for name, value in settings.items())
 
 
 def _machine() -> str:

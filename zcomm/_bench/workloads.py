@@ -209,12 +209,9 @@ class Workload:
         return off + unit * (total + off)
 
     def _summed_together(self, num_hops: int) -> list[range]:
-        per_node, everyone = self.topology.ranks_per_node, self.topology.world_size
-        return (
-            [range(everyone)]
-            if num_hops == 1
-            else [range(first, first + per_node) for first in range(0, everyone, per_node)]
-        )
+        everyone = self.topology.world_size
+        together = everyone if num_hops == 1 else self.topology.ranks_per_node
+        return [range(first, first + together) for first in range(0, everyone, together)]
 
 
 def auto_wire(workload: Workload) -> WorkloadFormats:

@@ -159,9 +159,8 @@ def gather_messages(messages: Tensor, layout: MessageLayout, route: Route) -> St
     of_nodes = messages.view(route.ranks_per_node, route.num_nodes, -1)[route.local_rank]
     yield backend.all_gather(of_nodes, of_nodes[hop.rank : hop.rank + 1], hop, _sent(layout, wire))
     hop, wire = route.hops[1]
-    yield backend.all_gather(
-        messages, of_nodes, hop, MessageInfo(route.operation, str(wire), route.num_nodes * layout.numel)
-    )
+    sent = MessageInfo(route.operation, str(wire), route.num_nodes * layout.numel)
+    yield backend.all_gather(messages, of_nodes, hop, sent)
 
 
 def _sent(layout: MessageLayout, format: Format) -> MessageInfo:

@@ -173,9 +173,8 @@ class DeltaGather:
         if len(self._route.hops) == 1:
             return self._exchange(self._rows, shard, encoder)
         chunks = chunks_of(shard.numel(), self._format, min_numel=self._route.min_chunk_numel(shard.device))
-        return pipelined(
-            [self._exchange(self._rows[:, c], shard[c], encoder.at(c.start)) for c in chunks], num_exchanges=2
-        )
+        of_chunks = [self._exchange(self._rows[:, c], shard[c], encoder.at(c.start)) for c in chunks]
+        return pipelined(of_chunks, num_exchanges=2)
 
     def _exchange(self, rows: Tensor, shard: Tensor, encoder: Encoder) -> Steps:
         route, device = self._route, shard.device

@@ -57,10 +57,8 @@ class SecondaryPartition:
         self._device, self.is_on_host = as_device("device", device), is_on_host
         if self._hop.nccl is not None:
             check_device(OPERATION, self._device)
-        place = "cpu" if is_on_host else self._device
-        self._shard = torch.zeros(
-            shard_numel, dtype=dtype, device=place, pin_memory=is_on_host and self._device.type == "cuda"
-        )
+        place, is_pinned = "cpu" if is_on_host else self._device, is_on_host and self._device.type == "cuda"
+        self._shard = torch.zeros(shard_numel, dtype=dtype, device=place, pin_memory=is_pinned)
         self.is_valid = False
 
     @property

@@ -12,7 +12,7 @@ a collective, so a rank that is elsewhere is not disturbed.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import fields
 from datetime import timedelta
@@ -28,7 +28,7 @@ from zcomm._transport.environment_check import facts
 from zcomm._transport.store_exchange import exchange_texts
 from zcomm._transport.topology import Topology
 from zcomm.errors import CommunicationError, ConfigError, ZcommError
-from zcomm.install.choices import Override
+from zcomm.install.choices import Overrides
 
 Settings = dict[str, str]
 Result = TypeVar("Result")
@@ -43,7 +43,7 @@ IGNORED_FIELDS = ("name", "error", "description")
 
 
 def settings_of(
-    recipe: str | Recipe, overrides: Mapping[str, Override] | None, topology: Topology | None, **others: object
+    recipe: str | Recipe, overrides: Overrides | None, topology: Topology | None, **others: object
 ) -> Settings:
     """Return by name what must be equal on all ranks. An unknown recipe or format is kept as text; check refuses it."""
     named = {"recipe": recipe, **{f"overrides[{name!r}]": value for name, value in (overrides or {}).items()}}
@@ -122,9 +122,8 @@ def _exchanged(call: str, statements: Statements, groups: list[dist.ProcessGroup
         if len(ranks) > 1 and ranks not in done:
             done.add(ranks)
             text = json.dumps({"call": call, "known": statements})
-            statements = _merged(
-                exchange_texts(ranks, text, lane="install", timeout=timeout or backend.timeout_of(group))
-            )
+            wait = timeout or backend.timeout_of(group)
+            statements = _merged(exchange_texts(ranks, text, lane="install", timeout=wait))
     return statements
 
 
@@ -167,9 +166,7 @@ def _differing(statements: Statements) -> list[str]:
         for settings, ranks in of_ranks:
             by_value.setdefault(settings.get(name, "not given"), []).extend(ranks)
         if len(by_value) > 1:
-            parts = [
-                f"{value} on {_ranks_text(ranks)}"
-                for value, ranks in sorted(by_value.items(), key=lambda item: min(item[1]))
-            ]
+            by_rank = sorted(by_value.items(), key=lambda item: min(item[1]))
+            parts = [f"{value} on {_ranks_text(ranks)}" for value, ranks in by_rank]
             texts.append(f"{name} is {', '.join(parts)}")
     return texts

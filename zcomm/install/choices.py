@@ -25,6 +25,8 @@ from zcomm._transport.topology import Topology
 from zcomm.errors import ConfigError, FormatError
 
 Override = str | Format | Recipe
+Overrides = Mapping[str, Override]
+"""By the name of a module or parameter."""
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 """Parts of module names that torch.compile, activation checkpointing and FSDP1 insert."""
 UNCOMPRESSED = Wires(FORMATS["none"], (FORMATS["none"], FORMATS["none"]), FORMATS["none"])
@@ -56,9 +58,7 @@ def clean_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
-def choose_formats(
-    named: Iterable[NamedParameter], recipe: Recipe, overrides: Mapping[str, Override]
-) -> list[FormatChoice]:
+def choose_formats(named: Iterable[NamedParameter], recipe: Recipe, overrides: Overrides) -> list[FormatChoice]:
     """Choose the formats of every parameter, in order.
 
     Raises:

@@ -13,7 +13,7 @@ with an installation the quantized exchange, without one what DDP does by itself
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -40,7 +40,7 @@ from zcomm.install.agreement import agree, settings_of
 from zcomm.install.choices import (
     FormatChoice,
     NamedParameter,
-    Override,
+    Overrides,
     choose_formats,
     clean_name,
     closed_on_error,
@@ -51,13 +51,14 @@ from zcomm.install.pieces import FormatPiece, PieceExchange, split_by_format
 from zcomm.install.report import Installation, InstallationRecord, title_of, topology_text
 
 OPERATION = "all_reduce"
+Future = torch.futures.Future[Tensor]
 
 
 def install_ddp(
     model: nn.Module,
     recipe: str | Recipe = DEFAULT_RECIPE,
     *,
-    overrides: Mapping[str, Override] | None = None,
+    overrides: Overrides | None = None,
     topology: Topology | None = None,
     shadow: bool = False,
     backend: BackendWish = "auto",
@@ -130,7 +131,7 @@ def _groups(model: nn.Module, topology: Topology | None) -> list[dist.ProcessGro
 def _checked(
     model: nn.Module,
     recipe: str | Recipe,
-    overrides: Mapping[str, Override],
+    overrides: Overrides,
     topology: Topology | None,
     backend_and_kernels: tuple[BackendWish, KernelsName],
 ) -> tuple[DistributedDataParallel, Recipe, dict[int, FormatChoice]]:
@@ -143,12 +144,10 @@ def _checked(
     for device in dict.fromkeys(parameter.device for parameter in model.parameters()):
         check_backend("install_ddp", topology, *backend_and_kernels, device)
     group = model.process_group
-    if topology is not None and (
-        topology.world_size != dist.get_world_size(group) or topology.rank != dist.get_rank(group)
-    ):
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    if topology is not None and (topology.world_size, topology.rank) != (size, rank):
         raise TopologyError(
-            f"the topology must be over the ranks of DDP's process group: {topology}, "
-            f"group of {dist.get_world_size(group)}, rank {dist.get_rank(group)}"
+            f"the topology must be over the ranks of DDP's process group: {topology}, group of {size}, rank {rank}"
         )
     return model, recipe, choices
 
@@ -165,9 +164,7 @@ def _uninstall(state: _State, topology: Topology | None) -> None:
         topology.close()
 
 
-def _choices(
-    ddp: DistributedDataParallel, recipe: Recipe, overrides: Mapping[str, Override]
-) -> dict[int, FormatChoice]:
+def _choices(ddp: DistributedDataParallel, recipe: Recipe, overrides: Overrides) -> dict[int, FormatChoice]:
     """Each parameter's formats, by its id; LayoutError for parameters that are not supported."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in ddp.module.named_parameters(remove_duplicate=False):
@@ -218,7 +215,7 @@ class _State:
         self._ddp = weakref.ref(ddp)
         self.compressed: _Compressed | None = None
 
-    def start(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    def start(self, bucket: GradBucket) -> Future:
         """Start to average ``bucket``."""
         ddp: Any = self._ddp()
         if ddp._join_config.enable and not getattr(ddp, "_divide_by_initial_world_size", True):
@@ -233,7 +230,7 @@ class _State:
         return self.compressed.start(bucket)
 
 
-def _plain_mean(ddp: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+def _plain_mean(ddp: Any, bucket: GradBucket) -> Future:
     """Average as DDP does without a hook: multiply by 1 / world_size while copying into the bucket, then all-reduce.
 
     DDP divides gradients that are already in the bucket (``gradient_as_bucket_view``, kept over steps). The bits are
@@ -254,7 +251,7 @@ class _Compressed:
         """By a bucket's parameters, and not by its index: DDP rebuilds buckets after the first step."""
         self._side = SideStreams()
 
-    def start(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    def start(self, bucket: GradBucket) -> Future:
         """Start to average ``bucket`` in place."""
         buffer = bucket.buffer()
         if buffer.device.type != "cuda":
@@ -265,7 +262,7 @@ class _Compressed:
         with self._side.after_current(buffer.device, [buffer]):
             return self._start(buffer, self._exchanges_of(bucket))
 
-    def _start(self, buffer: Tensor, exchanges: list[PieceExchange]) -> torch.futures.Future[Tensor]:
+    def _start(self, buffer: Tensor, exchanges: list[PieceExchange]) -> Future:
         ended = new_future(buffer.device)
         for one in exchanges:
             one.start(self._record.scaling)
@@ -294,9 +291,7 @@ class _Compressed:
             one.piece.put(values, rows)
             one.tally.calls += 1
 
-    def shadow(
-        self, bucket: GradBucket, plain_mean: Callable[[GradBucket], torch.futures.Future[Tensor]]
-    ) -> torch.futures.Future[Tensor]:
+    def shadow(self, bucket: GradBucket, plain_mean: Callable[[GradBucket], Future]) -> Future:
         """Return the plain mean, and compare the compressed one, of a copy, with it."""
         exchanges, copy = self._exchanges_of(bucket), bucket.buffer().clone()
         exact, compressed = plain_mean(bucket).wait(), self._start(copy, exchanges).wait()
@@ -325,7 +320,7 @@ class _Compressed:
                     self._record.carried.retire(one.residual)
 
     def _plan(self, piece: FormatPiece, buffer: Tensor) -> PieceExchange:
-        topology, wires, residual = self._topology, piece.choices[0].wires, None
+        topology, carried, wires, residual = self._topology, self._record.carried, piece.choices[0].wires, None
         shape = topology.num_nodes, topology.ranks_per_node
         plain = volume.all_reduce_sent(piece.numel, buffer.dtype, *shape, ("none", "none"))
         shard_numel = -(-piece.numel // topology.world_size)
@@ -333,10 +328,9 @@ class _Compressed:
         gathered = volume.all_gather_sent(shard_numel, buffer.dtype, *shape, (wires.reduced, wires.reduced))
         sent = volume.Sent(reduced.intra + gathered.intra, reduced.inter + gathered.inter)
         tally = self._record.new_tally(piece.choices, _formats_text(wires), sent, plain)
-        if self._record.carried.recipe.residual and wires.gradients[1].block:
-            residual = self._record.carried.residual_for(
-                topology, piece.spans(), piece.numel, numbering="local", device=buffer.device
-            )
+        if carried.recipe.residual and wires.gradients[1].block:
+            spans, device = piece.spans(), buffer.device
+            residual = carried.residual_for(topology, spans, piece.numel, numbering="local", device=device)
         return PieceExchange(piece, tally, residual)
 
 

@@ -10,7 +10,7 @@ Streams stay FSDP2's: each object is called on the stream that torch's own would
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -27,7 +27,7 @@ from zcomm._transport.route import check_backend
 from zcomm._transport.topology import Topology
 from zcomm.errors import ConfigError, FormatError, LayoutError, StateError, TopologyError
 from zcomm.install.agreement import agree, settings_of
-from zcomm.install.choices import FormatChoice, Override, choose_formats, closed_on_error, for_shards
+from zcomm.install.choices import FormatChoice, Overrides, choose_formats, closed_on_error, for_shards
 from zcomm.install.fsdp2_comms import (
     ReplicaAllReduce,
     ShadowAllGather,
@@ -44,7 +44,7 @@ def install_fsdp2(
     model: nn.Module,
     recipe: str | Recipe = DEFAULT_RECIPE,
     *,
-    overrides: Mapping[str, Override] | None = None,
+    overrides: Overrides | None = None,
     topology: Topology | None = None,
     replicate_group: dist.ProcessGroup | None = None,
     shadow: bool = False,
@@ -101,7 +101,7 @@ def install_fsdp2(
     return _installed(agreed, overrides or {}, options)
 
 
-def _installed(agreed: _Checked, overrides: Mapping[str, Override], options: _InstallOptions) -> Installation:
+def _installed(agreed: _Checked, overrides: Overrides, options: _InstallOptions) -> Installation:
     units, recipe, unit_choices = agreed
     replicate_group, topology = options.replicate_group, options.topology
     owned = None
@@ -140,9 +140,7 @@ _Checked = tuple[list[FSDPUnit], Recipe, list[Sequence[FormatChoice]]]
 """The units, the recipe, and the formats of every unit's parameters."""
 
 
-def _checked(
-    model: nn.Module, recipe: str | Recipe, overrides: Mapping[str, Override], options: _InstallOptions
-) -> _Checked:
+def _checked(model: nn.Module, recipe: str | Recipe, overrides: Overrides, options: _InstallOptions) -> _Checked:
     """Look the arguments up; raise if this rank cannot install. No communication: other ranks may not get here."""
     units, recipe = units_of(model), get_recipe(recipe)
     unit_choices = _choices(units, recipe, overrides)
@@ -226,9 +224,7 @@ def _install(planner: UnitPlanner, replicate_group: dist.ProcessGroup | None, *,
         module.set_all_reduce_hook(ReplicaAllReduce(planner, replicate_group))
 
 
-def _choices(
-    units: Sequence[FSDPUnit], recipe: Recipe, overrides: Mapping[str, Override]
-) -> list[Sequence[FormatChoice]]:
+def _choices(units: Sequence[FSDPUnit], recipe: Recipe, overrides: Overrides) -> list[Sequence[FormatChoice]]:
     """The formats of every unit's parameters."""
     choices = choose_formats((named for unit in units for named in unit.parameters), recipe, overrides)
     parts: list[Sequence[FormatChoice]] = []

@@ -74,14 +74,12 @@ class UnitPlanner:
             # These values are decoded already. A second rounding would give backward other weights than forward.
             why = f"gathered again over {group.size()} ranks"
             choices = [choice._replace(wires=UNCOMPRESSED, reason=why) for choice in choices]
-        pieces = split_by_format(
-            choices, self._columns(range(len(choices)), group), lambda choice: choice.wires.weights
-        )
-        comm = self.comm_over(group)
-        return [
-            PieceExchange(piece, self._tally("weights", piece, piece.choices[0].wires.weights, comm, dtype))
-            for piece in pieces
-        ]
+        comm, columns = self.comm_over(group), self._columns(range(len(choices)), group)
+        exchanges = []
+        for piece in split_by_format(choices, columns, lambda choice: choice.wires.weights):
+            tally = self._tally("weights", piece, piece.choices[0].wires.weights, comm, dtype)
+            exchanges.append(PieceExchange(piece, tally))
+        return exchanges
 
     def _plan_reduce(self, group: dist.ProcessGroup, numel: int, dtype: torch.dtype) -> list[PieceExchange]:
         """Plan the pieces of a reduce-scatter over ``group`` to ``numel`` columns."""
@@ -237,9 +235,8 @@ class ReplicaAllReduce:
             one.tally.calls += 1
 
     def _plan(self, numel: int, dtype: torch.dtype) -> list[PieceExchange]:
-        pieces = self._planner.gradient_pieces(self._planner.unit.process_group, numel, _formats_between)
-        exchanges = []
-        for piece in pieces:
+        group, exchanges = self._planner.unit.process_group, []
+        for piece in self._planner.gradient_pieces(group, numel, _formats_between):
             loses = piece.choices[0].wires.gradients[1].block
             residual = self._planner.residual(ReplicaAllReduce, piece, self._group, 1) if loses else None
             exchanges.append(PieceExchange(piece, self._tally(piece, dtype), residual))
@@ -299,9 +296,8 @@ class ShadowReduceScatter(_Shadow):
             work.wait()
         is_known = op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
         copy = torch.empty_like(output_tensor)
-        self._compressed(
-            output_tensor=copy, input_tensor=input_tensor, group=group, op=op if is_known else dist.ReduceOp.SUM
-        )
+        used = op if is_known else dist.ReduceOp.SUM
+        self._compressed(output_tensor=copy, input_tensor=input_tensor, group=group, op=used)
         if not is_known:  # PREMUL_SUM: its factor can only be read from the unit
             copy /= self._planner.unit.group.gradient_divide_factor
         for one in self._planner.reduce_over(group, copy.numel(), copy.dtype):

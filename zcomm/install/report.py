@@ -53,11 +53,9 @@ class PieceTotals:
 
     def measure(self, exact: Tensor, compressed: Tensor, sizes: tuple[int, ...]) -> None:
         """Add the errors of this piece [num_rows, numel], whose choices have ``sizes`` columns each."""
-        errors = (compressed.double() - exact.double()).square().sum(0)
-        references = exact.double().square().sum(0)
-        for choice, error, reference in zip(
-            self.choices, torch.split(errors, list(sizes)), torch.split(references, list(sizes)), strict=True
-        ):
+        errors, references = compressed.double() - exact.double(), exact.double()
+        parts = (torch.split(values.square().sum(0), list(sizes)) for values in (errors, references))
+        for choice, error, reference in zip(self.choices, *parts, strict=True):
             squares = self.squares.setdefault(choice.name, [0.0, 0.0])
             squares[0] += float(error.sum())
             squares[1] += float(reference.sum())
@@ -119,10 +117,7 @@ class Report:
                 f"{row.modules:<{width}}  {row.format:<{how}} {row.parameters:>8}{row.elements:>14}{row.sent:>14.0f}"
                 f"{row.plain:>14.0f}{error:>9}  {row.why}".rstrip()
             )
-        for link, sent, plain in (
-            ("inside the node", self.sent.intra, self.plain.intra),
-            ("to other nodes", self.sent.inter, self.plain.inter),
-        ):
+        for link, sent, plain in zip(("inside the node", "to other nodes"), self.sent, self.plain, strict=True):
             ratio = f", {sent / plain:.3f} of it" if plain else ""
             lines.append(f"bytes {link}: {sent} instead of {plain}{ratio}")
         return "\n".join([*lines, *self.notes])
