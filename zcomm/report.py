@@ -5,6 +5,7 @@ Nothing here communicates, starts a process or uses the network. Every fact is a
 
 from __future__ import annotations
 
+import fcntl
 import importlib.metadata
 import os
 import platform
@@ -22,11 +23,6 @@ from zcomm._kernels import kernels, native_calls, on_cuda, on_triton
 from zcomm._kernels.on_cuda import driver_description, driver_unavailable_reason
 from zcomm._transport.nccl_library import nccl_description
 from zcomm.errors import BackendUnavailableError, ConfigError
-
-try:
-    import fcntl
-except ImportError:  # pragma: no cover  (not Linux)
-    fcntl = None  # type: ignore[assignment]
 
 __all__ = ["Report", "collect", "table"]
 
@@ -166,13 +162,13 @@ def _triton(device_type: str) -> str:
 
 
 def _torch() -> dict[str, str]:
-    facts = {"CUDA": _cuda(), "NCCL": _nccl()}
-    if not dist.is_available():
-        return facts | {"torch.distributed": "not in this build of torch"}
-    facts["gloo"] = "available" if dist.is_gloo_available() else "not in this build of torch"
-    facts["process group"] = dist.get_backend() if dist.is_initialized() else "not initialized"
-    facts["threads"] = str(torch.get_num_threads())
-    return facts
+    return {
+        "CUDA": _cuda(),
+        "NCCL": _nccl(),
+        "gloo": "available" if dist.is_gloo_available() else "not in this build of torch",
+        "process group": dist.get_backend() if dist.is_initialized() else "not initialized",
+        "threads": str(torch.get_num_threads()),
+    }
 
 
 def _cuda() -> str:
@@ -185,13 +181,13 @@ def _cuda() -> str:
 
 
 def _nccl() -> str:
-    if not dist.is_available() or not dist.is_nccl_available():
+    if not dist.is_nccl_available():
         return "not in this build of torch"
     return ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
 
 
 def _machine() -> dict[str, str]:
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    usable = len(os.sched_getaffinity(0))
     return {
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "CPU": f"{_cpu_model()}, {os.cpu_count()} cores, {usable} usable",
@@ -230,12 +226,10 @@ def _interface(name: str) -> str:
             continue
         if value and value != "-1":
             facts.append(value + unit)
-    return ", ".join(fact for fact in facts if fact)
+    return ", ".join(facts)
 
 
 def _ipv4_address(name: str) -> str:
-    if fcntl is None:
-        return ""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", name[:15].encode()))

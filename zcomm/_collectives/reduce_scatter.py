@@ -167,7 +167,8 @@ def _two_hops(output: Tensor, rows: Tensor, numbering: Numbering, divisor: int, 
     received = layout.new(intra.size, device)
     sending = rows
     if numbering != "local" or not rows.is_contiguous() or layout.codec.dtype != rows.dtype:
-        sending, strides = layout.new(intra.size, device), route.strides(numbering, rows.stride(0))
+        sending = layout.new(intra.size, device)
+        strides = route.strides(numbering, rows.stride(0))
         kernels.quantize(rows, layout, sending, *strides, encoder.draw(0), expected=received)
     yield backend.all_to_all(received, sending, intra, MessageInfo(route.operation, str(wire), layout.numel))
     between = route.layout(wire_between, rows.dtype, 1, numel)
