@@ -20,7 +20,6 @@ import torch.distributed as dist
 
 from zcomm._base import env
 from zcomm._kernels import kernels, native_calls, on_cuda, on_triton
-from zcomm._kernels.on_cuda import driver_description, driver_unavailable_reason
 from zcomm._transport.nccl_library import nccl_description
 from zcomm.errors import BackendUnavailableError, ConfigError
 
@@ -120,7 +119,7 @@ def _cuda_unavailable_reason() -> str:
     built = kernels.native().build_info()["cuda"]
     if not built:
         return "the native module is built without CUDA; from source, where nvcc is: ZCOMM_CUDA=ON pip install ."
-    if reason := driver_unavailable_reason(built):
+    if reason := on_cuda.driver_unavailable_reason(built):
         return reason
     if torch.version.cuda is None:
         return "this torch is built without CUDA: pip install --force-reinstall torch, from an index with CUDA builds"
@@ -192,7 +191,7 @@ def _machine() -> dict[str, str]:
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "CPU": f"{_cpu_model()}, {os.cpu_count()} cores, {usable} usable",
         "memory": _memory(),
-        "NVIDIA driver": driver_description(),
+        "NVIDIA driver": on_cuda.driver_description(),
     }
 
 

@@ -16,13 +16,13 @@ import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from zcomm import Topology
 from zcomm._bench.data import Tiles
-from zcomm._bench.harness import BenchReport, Column, Timing, slowest_of_ranks
+from zcomm._bench.harness import BenchReport, Column, Key, Timing, slowest_of_ranks
 from zcomm._bench.workloads import Workload, wire_of
 from zcomm._collectives.auto_format import VERSION, FormatTable, shape_of
 from zcomm._formats.formats import get_format
@@ -31,7 +31,6 @@ from zcomm._kernels import kernels
 from zcomm._transport.backend import Hop, MessageInfo, all_gather
 from zcomm.errors import ConfigError
 
-Key = TypeVar("Key")
 FormatAndHops = tuple[str, int]
 """A format, or two joined by a plus, and the number of hops."""
 MARGIN, LOSSY_MARGIN = 1.1, 1.25

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -254,12 +255,10 @@ class _Compressed:
     def start(self, bucket: GradBucket) -> Future:
         """Start to average ``bucket`` in place."""
         buffer = bucket.buffer()
-        if buffer.device.type != "cuda":
-            return self._start(buffer, self._exchanges_of(bucket))
-        # On a side stream, so that encoding and sending overlap the rest of backward. It waits for the current stream
-        # first, which is still writing the gradients, and the buffer is recorded on it, or the allocator could hand its
-        # memory out before the exchange has read it.
-        with self._side.after_current(buffer.device, [buffer]):
+        # On CUDA on a side stream, so that encoding and sending overlap the rest of backward. It waits for the current
+        # stream first, which is still writing the gradients, and the buffer is recorded on it, or the allocator could
+        # hand its memory out before the exchange has read it.
+        with self._side.after_current(buffer.device, [buffer]) if buffer.is_cuda else nullcontext():
             return self._start(buffer, self._exchanges_of(bucket))
 
     def _start(self, buffer: Tensor, exchanges: list[PieceExchange]) -> Future:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import islice
 from typing import NamedTuple
 
 import torch
@@ -226,12 +227,10 @@ def _install(planner: UnitPlanner, replicate_group: dist.ProcessGroup | None, *,
 
 def _choices(units: Sequence[FSDPUnit], recipe: Recipe, overrides: Overrides) -> list[Sequence[FormatChoice]]:
     """The formats of every unit's parameters."""
-    choices = choose_formats((named for unit in units for named in unit.parameters), recipe, overrides)
+    chosen = iter(choose_formats((named for unit in units for named in unit.parameters), recipe, overrides))
     parts: list[Sequence[FormatChoice]] = []
-    start = 0
     for unit in units:
-        parts.append(choices[start : start + len(unit.parameters)])
-        start += len(unit.parameters)
+        parts.append(list(islice(chosen, len(unit.parameters))))
         _check_dtypes(unit, parts[-1])
     return parts
 
