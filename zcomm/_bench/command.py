@@ -20,7 +20,13 @@ def run(arguments: argparse.Namespace, command: Sequence[str]) -> int:
     try:
         options.check_launch(arguments)
         arguments.sizes = options.sizes_of(arguments)
-        work = _bench(arguments) if arguments.command == "bench" else _probe(arguments)
+        if arguments.command == "bench":
+            options.check_bench(arguments)
+            work: Work = partial(collectives.run, arguments)
+        else:
+            arguments.output = Path(arguments.output) if arguments.output else auto_format.probe_path()
+            check_output(arguments.output)
+            work = partial(probe, arguments)
     except ZcommError as error:
         sys.stderr.write(f"zcomm {arguments.command}: {error}\n")
         return 2
@@ -28,14 +34,3 @@ def run(arguments: argparse.Namespace, command: Sequence[str]) -> int:
         return on_ranks(arguments, command, work)
     except KeyboardInterrupt:
         return 130
-
-
-def _bench(arguments: argparse.Namespace) -> Work:
-    options.check_bench(arguments)
-    return partial(collectives.run, arguments)
-
-
-def _probe(arguments: argparse.Namespace) -> Work:
-    arguments.output = Path(arguments.output) if arguments.output else auto_format.probe_path()
-    check_output(arguments.output)
-    return partial(probe, arguments)

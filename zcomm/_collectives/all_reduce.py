@@ -74,8 +74,9 @@ def all_reduce(
     wires = format, format if gather_format is None else gather_format
     group = as_group(group)
     if is_list(tensor):
+        check_no_residual(residual)
         given: dict[str, Any] = {"format": format, "gather_format": gather_format, "random": random}
-        call = partial(all_reduce, op=op, group=group, residual=residual, backend=backend, **given)
+        call = partial(all_reduce, op=op, group=group, backend=backend, **given)
         return _all_reduce_list(call, tensor, group, wires, async_op=async_op)
     options = CallOptions(format, backend, async_op, random, "rank", op, gather_format, residual)
     reducing, (_, tensor) = planned("all_reduce", group, (tensor, tensor), options, _checked, first="intra")
@@ -129,7 +130,6 @@ def _gathering_route(tensor: Tensor, group: Group, options: CallOptions) -> Rout
 def _all_reduce_list(
     call: partial[Work | None], tensors: Any, group: Group, formats: tuple[WireFormat, WireFormat], *, async_op: bool
 ) -> Work | None:
-    check_no_residual(call.keywords["residual"])
     (found,) = as_lists(group, formats, tensor=tensors)
     for index, tensor in enumerate(found):
         check_flat(f"tensor[{index}]", tensor)

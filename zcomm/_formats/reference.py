@@ -38,7 +38,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from zcomm._formats.blocks import clamped, decode_blocks, divided, encode_blocks
-from zcomm._formats.formats import Codec
 from zcomm._formats.message import MessageLayout
 from zcomm._formats.philox import Draw, uniform24
 from zcomm.errors import MessageError
@@ -91,7 +90,8 @@ def _encode(values: Tensor, layout: MessageLayout, uniform: Tensor | None = None
         return flat.view(torch.uint8).view(num_messages, layout.nbytes)
     blocks = _rotated(_as_blocks(values.float(), layout), layout, rotate)
     headers, codes = encode_blocks(blocks, layout.codec, None if uniform is None else _as_blocks(uniform, layout))
-    headers = _header_bytes(headers, layout.codec).reshape(num_messages, -1)
+    headers = headers.squeeze(-1) if layout.codec.has_zero_point else headers.squeeze(-1).to(torch.int16)
+    headers = headers.contiguous().view(torch.uint8).reshape(num_messages, -1)
     codes = codes.flatten(-2)[..., : layout.segment_numel]
     packed = _pack(codes, layout.codec.bits).reshape(num_messages, -1)
     trailer = torch.tensor([layout.hash, 0], dtype=torch.uint32).view(torch.uint8).to(values.device)
@@ -116,12 +116,6 @@ def _rotated(blocks: Tensor, layout: MessageLayout, rotation: Callable[[Tensor],
         return blocks
     num_whole = layout.segment_numel // layout.block
     return torch.cat([rotation(blocks[..., :num_whole, :]), blocks[..., num_whole:, :]], dim=-2)
-
-
-def _header_bytes(headers: Tensor, codec: Codec) -> Tensor:
-    """Header bits int32 [..., blocks, 1] to bytes [..., blocks * header_nbytes]."""
-    narrow = headers.squeeze(-1) if codec.has_zero_point else headers.squeeze(-1).to(torch.int16)
-    return narrow.contiguous().view(torch.uint8)
 
 
 def _pack(codes: Tensor, bits: int) -> Tensor:

@@ -137,10 +137,9 @@ class UnitPlanner:
             if not isinstance(comm, Topology):
                 hop = hop_of_group(comm)
                 return volume.one_hop_sent(piece.numel, dtype, hop.num_intra_peers, hop.num_inter_peers, wire)
-            shape, pair = ((comm.num_nodes, comm.ranks_per_node), wire if isinstance(wire, tuple) else (wire, wire))
-            if kind == "weights":
-                return volume.all_gather_sent(piece.numel, dtype, *shape, pair)
-            return volume.reduce_scatter_sent(piece.numel, dtype, *shape, pair)
+            sent = volume.all_gather_sent if kind == "weights" else volume.reduce_scatter_sent
+            pair = wire if isinstance(wire, tuple) else (wire, wire)
+            return sent(piece.numel, dtype, comm.num_nodes, comm.ranks_per_node, pair)
 
         return self.record.new_tally(piece.choices, f"{kind} {formats_text(wire)}", bytes_of(wire), bytes_of("none"))
 
