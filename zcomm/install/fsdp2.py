@@ -27,16 +27,9 @@ from zcomm._transport.nccl_communicators import close_communicators
 from zcomm._transport.route import check_backend
 from zcomm._transport.topology import Topology
 from zcomm.errors import ConfigError, FormatError, LayoutError, StateError, TopologyError
+from zcomm.install import fsdp2_comms as comms
 from zcomm.install.agreement import agree, settings_of
 from zcomm.install.choices import FormatChoice, Overrides, choose_formats, closed_on_error, for_shards
-from zcomm.install.fsdp2_comms import (
-    ReplicaAllReduce,
-    ShadowAllGather,
-    ShadowReduceScatter,
-    UnitPlanner,
-    ZcommAllGather,
-    ZcommReduceScatter,
-)
 from zcomm.install.fsdp2_units import FSDPUnit, process_groups_of, units_of
 from zcomm.install.report import Installation, InstallationRecord, title_of, topology_text
 
@@ -114,10 +107,10 @@ def _installed(agreed: _Checked, overrides: Overrides, options: _InstallOptions)
             unit_choices = _choices(units, recipe, overrides)
     record = InstallationRecord((choice.name for chosen in unit_choices for choice in chosen), recipe, options.scaler)
     before = [_restorer_of(unit, replaces_hook=replicate_group is not None) for unit in units]
-    last_hop = (ZcommReduceScatter if replicate_group is None else ReplicaAllReduce) if recipe.residual else None
+    last_hop = comms.ZcommReduceScatter if replicate_group is None else comms.ReplicaAllReduce
     backend = options.backend if topology is None else topology.backend
     for unit, choices in zip(units, unit_choices, strict=True):
-        planner = UnitPlanner(unit, choices, _topology_of(unit, topology), record, last_hop, backend)
+        planner = comms.UnitPlanner(unit, choices, _topology_of(unit, topology), record, last_hop, backend)
         _install(planner, replicate_group, shadow=options.shadow)
     groups = [unit.process_group for unit in units] + ([] if replicate_group is None else [replicate_group])
     remove = partial(_uninstall, before, owned, groups if backend == "nccl" else [])
@@ -210,19 +203,19 @@ def _restorer_of(unit: FSDPUnit, *, replaces_hook: bool) -> Callable[[], None]:
     return restore
 
 
-def _install(planner: UnitPlanner, replicate_group: dist.ProcessGroup | None, *, shadow: bool) -> None:
+def _install(planner: comms.UnitPlanner, replicate_group: dist.ProcessGroup | None, *, shadow: bool) -> None:
     module, group = planner.unit.module, planner.unit.group
-    gather, reduce = ZcommAllGather(planner), ZcommReduceScatter(planner)
+    gather, reduce = comms.ZcommAllGather(planner), comms.ZcommReduceScatter(planner)
     if shadow:
-        module.set_custom_all_gather(ShadowAllGather(group._all_gather_comm, gather))
-        module.set_custom_reduce_scatter(ShadowReduceScatter(group._reduce_scatter_comm, reduce))
+        module.set_custom_all_gather(comms.ShadowAllGather(group._all_gather_comm, gather))
+        module.set_custom_reduce_scatter(comms.ShadowReduceScatter(group._reduce_scatter_comm, reduce))
         return
     module.reshard()  # or the next forward would use parameters that torch's all-gather filled, unquantized
     module.set_custom_all_gather(gather)
     module.set_custom_reduce_scatter(reduce)
     module.set_force_sum_reduction_for_comms(True)
     if replicate_group is not None:
-        module.set_all_reduce_hook(ReplicaAllReduce(planner, replicate_group))
+        module.set_all_reduce_hook(comms.ReplicaAllReduce(planner, replicate_group))
 
 
 def _choices(units: Sequence[FSDPUnit], recipe: Recipe, overrides: Overrides) -> list[Sequence[FormatChoice]]:

@@ -48,7 +48,8 @@ class UnitPlanner:
     choices: Sequence[FormatChoice]
     topology: Topology | None
     record: InstallationRecord
-    residual_of: type[ZcommReduceScatter] | type[ReplicaAllReduce] | None
+    last_hop: type[ZcommReduceScatter] | type[ReplicaAllReduce]
+    """What makes the last hop: its errors are worth a residual."""
     backend: BackendWish
 
     def __post_init__(self) -> None:
@@ -97,7 +98,8 @@ class UnitPlanner:
         self, kind: type[ZcommReduceScatter] | type[ReplicaAllReduce], piece: FormatPiece, comm: Comm, num_rows: int
     ) -> Residual | None:
         """Return a residual for ``piece``; None unless ``kind`` is the last hop and its parameters are known."""
-        if kind is not self.residual_of or any(choice.name == self._label for choice in piece.choices):
+        has_residual = self.record.carried.recipe.residual and kind is self.last_hop
+        if not has_residual or any(choice.name == self._label for choice in piece.choices):
             return None
         spans, numel = piece.spans(num_rows), num_rows * piece.numel
         return self.record.carried.residual_for(comm, spans, numel, device=self.unit.group.device)
