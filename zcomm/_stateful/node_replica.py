@@ -125,8 +125,7 @@ class NodeReplica:
             )
         own = self.values.view(-1)[start:stop]
         hop = self._topology.intra
-        facts = {"numel": stop - start, "dtype": rows.dtype}
-        compare_calls(OPERATION, ((hop, get_format("none")),), hop, **facts)
+        compare_calls(OPERATION, ((hop, get_format("none")),), hop, numel=stop - start, dtype=rows.dtype)
         steps = self._gather_steps(rows[:, start:stop], own)
         return run(steps, output, self._replica, async_op=async_op, queue=self._topology.queue)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from zcomm._base.arguments import as_count, as_device, as_floating_dtype, check_flag
-from zcomm._formats.formats import get_format
+from zcomm._formats.formats import FORMATS
 from zcomm._transport import backend
 from zcomm._transport.backend import MessageInfo
 from zcomm._transport.debug import compare_calls
@@ -89,9 +89,8 @@ class SecondaryPartition:
         self._check("output", output)
         if not self.is_valid:
             raise StateError("the secondary partition is not valid: call fill(full) after the values changed")
-        hops = ((self._topology.intra, get_format("none")),)
-        facts = {"numel": self.numel, "dtype": self._shard.dtype}
-        compare_calls(OPERATION, hops, self._topology.intra, **facts)
+        hop = self._topology.intra
+        compare_calls(OPERATION, ((hop, FORMATS["none"]),), hop, numel=self.numel, dtype=self._shard.dtype)
         return run(self._steps(output), output, self._shard, async_op=async_op, queue=self._topology.queue)
 
     def _steps(self, output: Tensor) -> Steps:

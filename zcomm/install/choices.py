@@ -47,11 +47,6 @@ class FormatChoice(NamedTuple):
     wires: Wires
     reason: str
 
-    @property
-    def module(self) -> str:
-        """The name of the module that owns the parameter."""
-        return self.name.rpartition(".")[0]
-
 
 def clean_name(name: str) -> str:
     """Return ``name`` without the parts that wrappers insert."""

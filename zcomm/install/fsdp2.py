@@ -113,10 +113,18 @@ def _installed(agreed: _Checked, overrides: Overrides, options: _InstallOptions)
         planner = comms.UnitPlanner(unit, choices, _topology_of(unit, topology), record, last_hop, backend)
         _install(planner, replicate_group, shadow=options.shadow)
     groups = [unit.process_group for unit in units] + ([] if replicate_group is None else [replicate_group])
-    remove = partial(_uninstall, before, owned, groups if backend == "nccl" else [])
+
+    def uninstall() -> None:
+        for restore in before:
+            restore()
+        for group in groups if backend == "nccl" else []:
+            close_communicators(group)
+        if owned is not None:
+            owned.close()
+
     one_hop = f"one hop, backend {'nccl' if backend == 'nccl' else 'torch'}"
     over = one_hop if topology is None else topology_text(topology)
-    return Installation(title_of("install_fsdp2", recipe, over, shadow=options.shadow), record, remove)
+    return Installation(title_of("install_fsdp2", recipe, over, shadow=options.shadow), record, uninstall)
 
 
 class _InstallOptions(NamedTuple):
@@ -173,17 +181,6 @@ def _check_kernels(units: Sequence[FSDPUnit], options: _InstallOptions) -> None:
             f"kernels={options.kernels!r} needs parameters that are sharded over all ranks, or those of topology=: use "
             "kernels='auto' and set ZCOMM_KERNELS"
         )
-
-
-def _uninstall(
-    before: Sequence[Callable[[], None]], topology: Topology | None, groups: Sequence[dist.ProcessGroup]
-) -> None:
-    for restore in before:
-        restore()
-    for group in groups:
-        close_communicators(group)
-    if topology is not None:
-        topology.close()
 
 
 def _restorer_of(unit: FSDPUnit, *, replaces_hook: bool) -> Callable[[], None]:

@@ -106,11 +106,11 @@ class Report:
     def __str__(self) -> str:
         width = max([len("modules"), *(len(row.modules) for row in self.rows)])
         how = max([len("format"), *(len(row.format) for row in self.rows)])
-        lines = [self.title]
-        lines.append(
+        lines = [
+            self.title,
             f"{'modules':<{width}}  {'format':<{how}} {'tensors':>8}{'elements':>14}{'sent':>14}{'uncompressed':>14}"
-            f"{'error':>9}  why"
-        )
+            f"{'error':>9}  why",
+        ]
         for row in self.rows:
             error = "-" if math.isnan(row.error) else f"{row.error:.2g}"
             lines.append(
@@ -151,7 +151,7 @@ class InstallationRecord:
         for tally in self.tallies:
             numel = sum(choice.numel for choice in tally.choices)
             for choice in tally.choices:
-                modules = re.sub(r"\b\d+\b", "*", choice.module) or "(root)"
+                modules = re.sub(r"\b\d+\b", "*", choice.name.rpartition(".")[0]) or "(root)"
                 key = (modules, tally.format, choice.reason)
                 row = rows.setdefault(key, ReportRow(*key))
                 if choice.name not in counted.setdefault(key, set()):
