@@ -151,10 +151,9 @@ def _routes(tensor: Tensor, group: Group, options: CallOptions) -> tuple[Route, 
     reduced = resolve(options.format, "all_reduce", group, tensor, numel, first="intra")
     gathered = resolve(_gather_format(options), "all_reduce", group, tensor, numel, first="inter")
     num_hops = 2 if options.residual is not None else max(reduced.num_hops, gathered.num_hops)
-    return (
-        find_route("all_reduce", group, reduced.format, first="intra", num_hops=num_hops, backend=backend),
-        find_route("all_reduce", group, gathered.format, first="inter", num_hops=num_hops, backend=backend),
-    )
+    reducing = find_route("all_reduce", group, reduced.format, first="intra", num_hops=num_hops, backend=backend)
+    gathering = find_route("all_reduce", group, gathered.format, first="inter", num_hops=num_hops, backend=backend)
+    return reducing, gathering
 
 
 def all_reduce_steps(tensor: Tensor, reducer: Encoder, gatherer: Encoder, numbering: Numbering, divisor: int) -> Steps:

@@ -40,6 +40,8 @@ from zcomm._transport.work import Link
 from zcomm.errors import ConfigError, ZcommError
 
 AUTO = "auto"
+First = Literal["intra", "inter"]
+"""The first hop, if there are two."""
 VERSION = 1
 MAX_CACHED_CALLS = 4096
 """Choices that a table caches. Each takes a few hundred bytes; training makes far fewer different calls."""
@@ -187,14 +189,7 @@ def is_auto(format: object) -> bool:
 
 
 def resolve(
-    format: Any,
-    operation: str,
-    group: Any,
-    tensor: Tensor,
-    numel: int,
-    *,
-    first: Literal["intra", "inter"],
-    numbering: Numbering = "rank",
+    format: Any, operation: str, group: Any, tensor: Tensor, numel: int, *, first: First, numbering: Numbering = "rank"
 ) -> Resolved:
     """Replace ``"auto"`` by the choice for a full tensor of ``numel`` elements of ``tensor``'s dtype and device.
 

@@ -9,13 +9,13 @@ What is not among the facts is checked in every call: memory that overlaps, rand
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from zcomm._base.arguments import check_flag
-from zcomm._collectives.auto_format import is_auto
+from zcomm._collectives.auto_format import First, is_auto
 from zcomm._formats.philox import RandomKey
 from zcomm._residuals.residual import Residual
 from zcomm._transport.backend_choice import BackendName
@@ -44,16 +44,11 @@ class CallOptions(NamedTuple):
 
 Checked = tuple[Route, tuple[Tensor, Tensor]]
 """The route of a call, and its tensors as [world_size, n] and [n], or as the collective uses them."""
+Check = Callable[[Any, Any, Group, CallOptions], Checked]
 
 
 def planned(
-    operation: str,
-    group: Group,
-    tensors: tuple[Any, Any],
-    options: CallOptions,
-    check: Callable[[Any, Any, Group, CallOptions], Checked],
-    *,
-    first: Literal["intra", "inter"],
+    operation: str, group: Group, tensors: tuple[Any, Any], options: CallOptions, check: Check, *, first: First
 ) -> Checked:
     """What ``check`` finds for this call, without calling it again if an equal call has passed it.
 

@@ -88,13 +88,9 @@ class BufferLayout:
             LayoutError: A span is invalid or leaves the buffer, or two overlap in the buffer or in their parameter.
         """
         check_numbering(numbering)
-        layout = cls(
-            spans=_spans(spans),
-            numel=as_count("numel", numel, at_least=1),
-            num_nodes=route.num_nodes,
-            ranks_per_node=route.ranks_per_node,
-            numbering=numbering,
-        )
+        found, numel = _spans(spans), as_count("numel", numel, at_least=1)
+        shape = {"num_nodes": route.num_nodes, "ranks_per_node": route.ranks_per_node}
+        layout = cls(spans=found, numel=numel, numbering=numbering, **shape)
         layout._check()
         return layout
 

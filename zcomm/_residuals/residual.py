@@ -83,11 +83,9 @@ class _Blocks:
 
     def from_bytes(self, content: Tensor) -> _Blocks:
         """The inverse of :meth:`to_bytes`, for blocks of the shape of these."""
-        scales, codes = content[: self.scales.nbytes], content[self.scales.nbytes :]
-        return _Blocks(
-            codes.view(torch.int8).view(self.codes.shape),
-            scales.clone().view(torch.bfloat16).view(self.scales.shape),  # view() needs an aligned address
-        )
+        scales = content[: self.scales.nbytes].clone().view(torch.bfloat16)  # view() needs an aligned address
+        codes = content[self.scales.nbytes :].view(torch.int8)
+        return _Blocks(codes.view(self.codes.shape), scales.view(self.scales.shape))
 
     def encode(self, values: Tensor, first: int, chosen: str = "auto") -> None:
         """Encode float32 ``values`` [num_rows, numel] into the columns from ``first``; blocks not finite stay (R3)."""

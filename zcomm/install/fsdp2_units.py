@@ -127,15 +127,10 @@ def _unit(module: nn.Module, group: Any, names: dict[int, str]) -> FSDPUnit:
         if not dtype.is_floating_point:
             raise LayoutError(f"{label}: parameter {known.names[0]!r} must be real floating point: dtype={dtype}")
     shard_size = mesh_info.shard_process_group.size()
-    return FSDPUnit(
-        name,
-        module,
-        group,
-        tuple(named),
-        tuple(p.padded_sharded_param_size.numel() * shard_size for p in group.fsdp_params),
-        tuple(p.sharded_param.requires_grad for p in group.fsdp_params),
-        frozenset(p.mp_policy.param_dtype or p.sharded_param.dtype for p in group.fsdp_params),
-    )
+    padded_numels = tuple(p.padded_sharded_param_size.numel() * shard_size for p in group.fsdp_params)
+    is_trainable = tuple(p.sharded_param.requires_grad for p in group.fsdp_params)
+    gather_dtypes = frozenset(p.mp_policy.param_dtype or p.sharded_param.dtype for p in group.fsdp_params)
+    return FSDPUnit(name, module, group, tuple(named), padded_numels, is_trainable, gather_dtypes)
 
 
 def _names_of(parameter: Any, names: dict[int, str]) -> Iterator[str]:
