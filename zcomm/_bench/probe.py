@@ -22,7 +22,7 @@ import torch
 
 from zcomm import Topology
 from zcomm._bench.data import Tiles
-from zcomm._bench.harness import BenchReport, Column, Key, Timing, slowest_of_ranks
+from zcomm._bench.harness import BenchReport, Column, Timing, slowest_of_ranks
 from zcomm._bench.workloads import Workload, wire_of
 from zcomm._collectives.auto_format import VERSION, FormatTable, shape_of
 from zcomm._formats.formats import get_format
@@ -31,6 +31,8 @@ from zcomm._kernels import kernels
 from zcomm._transport.backend import Hop, MessageInfo, all_gather
 from zcomm.errors import ConfigError
 
+Timer = Callable[..., dict[Any, Timing]]
+"""Times calls by their keys, over all ranks; ``reset=`` runs before each call, untimed."""
 FormatAndHops = tuple[str, int]
 """A format, or two joined by a plus, and the number of hops."""
 MARGIN, LOSSY_MARGIN = 1.1, 1.25
@@ -64,15 +66,16 @@ def probe(options: argparse.Namespace, topology: Topology, device: torch.device)
     if report is not None:
         report.start("probe", shape=shape, iters=options.iters, dtype=options.dtype)
     tiles = Tiles(getattr(torch, options.dtype), device)
-    facts: dict[str, Any] = {"device": device.type, "dtype": options.dtype, "links": _links(options, topology, device)}
-    facts["kernels_gbps"] = _kernel_rates(options, topology, tiles)
+    timed = partial(slowest_of_ranks, topology=topology, rounds=options.iters, warmup=options.warmup)
+    facts: dict[str, Any] = {"device": device.type, "dtype": options.dtype, "links": _links(topology, device, timed)}
+    facts["kernels_gbps"] = _kernel_rates(options.formats, tiles, timed)
     if report is not None:
         _note_rates(report, facts)
     facts["choices"] = {}
     for collective, candidates in CANDIDATES.items():
         chosen = facts["choices"][collective] = []
         for nbytes in options.sizes:
-            row = _fastest(Workload(collective, nbytes, tiles, topology, "sum"), options.formats or candidates, options)
+            row = _fastest(Workload(collective, nbytes, tiles, topology, "sum"), options.formats or candidates, timed)
             chosen.append([nbytes, row["format"], row["hops"]])
             if report is not None:
                 report.row(row, num_wrong=0)
@@ -83,14 +86,14 @@ def probe(options: argparse.Namespace, topology: Topology, device: torch.device)
     return 0
 
 
-def _fastest(workload: Workload, formats: list[str], options: argparse.Namespace) -> dict[str, Any]:
+def _fastest(workload: Workload, formats: list[str], timed: Timer) -> dict[str, Any]:
     hops = [2, 1] if workload.topology.has_two_hops else [1]
     wires = [wire_of(text, h) for text in ["none", *formats] for h in hops]
     calls = {(str(wire), wire.num_hops): partial(workload.call_zcomm, wire) for wire in wires if wire is not None}
     none = ("none", hops[0])
 
     def trial(keys: Iterable[FormatAndHops]) -> dict[FormatAndHops, float]:
-        timings = _timed({key: calls[key] for key in keys}, workload.reset, options, workload.topology)
+        timings = timed({key: calls[key] for key in keys}, reset=workload.reset)
         return {key: timing.p50 for key, timing in timings.items()}
 
     best, p50 = choose_confirmed(trial, calls, default=none)
@@ -133,13 +136,7 @@ def choose_fastest(p50: Mapping[FormatAndHops, float], *, default: FormatAndHops
     return best if p50[best] * LOSSY_MARGIN <= p50[exact] else exact
 
 
-def _timed(
-    calls: Mapping[Key, Callable[[], None]], reset: Callable[[], None], options: argparse.Namespace, topology: Topology
-) -> dict[Key, Timing]:
-    return slowest_of_ranks(calls, topology, rounds=options.iters, warmup=options.warmup, reset=reset)
-
-
-def _links(options: argparse.Namespace, topology: Topology, device: torch.device) -> dict[str, dict[str, float]]:
+def _links(topology: Topology, device: torch.device, timed: Timer) -> dict[str, dict[str, float]]:
     """Latency and bandwidth of each link class that the topology has."""
     found = {}
     for name, hop, senders in (("within", topology.intra, 1), ("between", topology.inter, topology.ranks_per_node)):
@@ -149,7 +146,7 @@ def _links(options: argparse.Namespace, topology: Topology, device: torch.device
         for nbytes in (8, LINK_NBYTES):
             mine = torch.zeros(nbytes, dtype=torch.uint8, device=device)
             calls[nbytes] = partial(_gather, mine.new_zeros(hop.size * nbytes), mine, hop)
-        timings = _timed(calls, lambda: None, options, topology)
+        timings = timed(calls, reset=lambda: None)
         sent = (hop.size - 1) * LINK_NBYTES * senders
         found[name] = {"latency_us": timings[8].p50 * 1e6, "bandwidth_gbps": sent / timings[LINK_NBYTES].p50 / 1e9}
     return found
@@ -160,17 +157,17 @@ def _gather(output: torch.Tensor, mine: torch.Tensor, hop: Hop) -> None:
         pending.wait()
 
 
-def _kernel_rates(options: argparse.Namespace, topology: Topology, tiles: Tiles) -> dict[str, dict[str, float]]:
+def _kernel_rates(formats: list[str] | None, tiles: Tiles, timed: Timer) -> dict[str, dict[str, float]]:
     x = tiles.of_rank(0, 0, KERNEL_NUMEL)
     calls = {}
-    names = {name for wires in CANDIDATES.values() for wire in options.formats or wires for name in wire.split("+")}
+    names = {name for wires in CANDIDATES.values() for wire in formats or wires for name in wire.split("+")}
     for name in sorted(names):
         layout = layout_of("probe", get_format(name), x.dtype, 1, x.numel())
         message, out = layout.new(1, x.device), torch.empty_like(x)
         kernels.quantize(x, layout, message, 0, 0)
         calls[name, "quantize"] = partial(kernels.quantize, x, layout, message, 0, 0)
         calls[name, "decode"] = partial(kernels.decode, message, layout, out, 0, 0)
-    timings = _timed(calls, lambda: None, options, topology)
+    timings = timed(calls, reset=lambda: None)
     rates: dict[str, dict[str, float]] = {name: {} for name in sorted(names)}
     for (name, kernel), timing in timings.items():
         rates[name][kernel] = x.nbytes / timing.p50 / 1e9

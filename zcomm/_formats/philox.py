@@ -79,12 +79,8 @@ def uniform24(elements: Tensor, draw: Draw) -> Tensor:
     flat = elements.reshape(-1) + draw.first
     quads = flat >> 2
     constant = torch.zeros_like(quads)
-    counter = (
-        quads & MASK,
-        constant + (draw.step & MASK),
-        (constant + draw.hop + ((quads >> 32) << 8)) & MASK,
-        constant + (draw.rank & MASK),
-    )
+    hop = (constant + draw.hop + ((quads >> 32) << 8)) & MASK
+    counter = quads & MASK, constant + (draw.step & MASK), hop, constant + (draw.rank & MASK)
     words = torch.stack(philox(counter, (draw.seed & MASK, draw.tensor & MASK)), dim=-1)
     chosen = words.gather(-1, (flat & 3).unsqueeze(-1)).squeeze(-1)
     return (chosen >> 8).to(torch.float32).view(elements.shape)

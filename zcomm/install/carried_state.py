@@ -52,10 +52,8 @@ class CarriedState:
         Collective inside the node, over two hops, if those parameters were in other buffers. Every rank must make its
         residuals in the same order; ranks that differ would deadlock in that exchange.
         """
-        beta, reset_interval = self.recipe.residual_beta, self.recipe.residual_reset_interval
-        residual = Residual(
-            group, spans, numel, numbering=numbering, beta=beta, reset_interval=reset_interval, device=device
-        )
+        damping: Any = {"beta": self.recipe.residual_beta, "reset_interval": self.recipe.residual_reset_interval}
+        residual = Residual(group, spans, numel, numbering=numbering, device=device, **damping)
         keys = {span.key for span in residual.layout.spans}
         saved = [state for state in self._saved if keys & {span[0] for span in state["layout"]["spans"]}]
         if len(saved) == 1 and saved[0]["layout"] == residual.state_dict()["layout"]:

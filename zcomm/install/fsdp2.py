@@ -91,7 +91,7 @@ def install_fsdp2(
         scaler=scaler_kind(scaler),
     )  # fmt: skip
     checked = partial(_checked, model, recipe, overrides or {}, options)
-    agreed = agree("install_fsdp2", given, _groups(model, topology, replicate_group), checked)
+    agreed = agree("install_fsdp2", given, _groups(model, options), checked)
     return _installed(agreed, overrides or {}, options)
 
 
@@ -154,11 +154,9 @@ def _checked(model: nn.Module, recipe: str | Recipe, overrides: Overrides, optio
     return units, recipe, unit_choices
 
 
-def _groups(
-    model: nn.Module, topology: Topology | None, replicate_group: dist.ProcessGroup | None
-) -> list[dist.ProcessGroup]:
+def _groups(model: nn.Module, options: _InstallOptions) -> list[dist.ProcessGroup]:
     """The groups whose ranks must agree: those that share parameters, in the order of the model, and the replicas."""
-    others = (topology.process_group if topology is not None else None, replicate_group)
+    others = (options.topology.process_group if options.topology is not None else None, options.replicate_group)
     return [*process_groups_of(model), *(group for group in others if group is not None)]
 
 
