@@ -35,6 +35,7 @@ Timer = Callable[..., dict[Any, Timing]]
 """Times calls by their keys, over all ranks; ``reset=`` runs before each call, untimed."""
 FormatAndHops = tuple[str, int]
 """A format, or two joined by a plus, and the number of hops."""
+Times = Mapping[FormatAndHops, float]
 MARGIN, LOSSY_MARGIN = 1.1, 1.25
 """Times of the same call differ by a few percent, and rounding costs accuracy: a smaller gain is not worth it."""
 NUM_TRIALS = 3
@@ -106,10 +107,7 @@ def _fastest(workload: Workload, formats: list[str], timed: Timer) -> dict[str, 
 
 
 def choose_confirmed(
-    trial: Callable[[Iterable[FormatAndHops]], Mapping[FormatAndHops, float]],
-    candidates: Iterable[FormatAndHops],
-    *,
-    default: FormatAndHops,
+    trial: Callable[[Iterable[FormatAndHops]], Times], candidates: Iterable[FormatAndHops], *, default: FormatAndHops
 ) -> tuple[FormatAndHops, dict[FormatAndHops, float]]:
     """Return the choice after ``NUM_TRIALS`` trials, and the last times of all ``candidates``.
 
@@ -127,7 +125,7 @@ def choose_confirmed(
     return best, p50
 
 
-def choose_fastest(p50: Mapping[FormatAndHops, float], *, default: FormatAndHops) -> FormatAndHops:
+def choose_fastest(p50: Times, *, default: FormatAndHops) -> FormatAndHops:
     """Choose format and hops by times ``p50``; ``default`` is uncompressed, as without a probe."""
     exact = min((key for key in p50 if key[0] == "none"), key=lambda key: p50[key])
     if p50[exact] * MARGIN > p50[default]:

@@ -147,7 +147,11 @@ def _checked(model: nn.Module, recipe: str | Recipe, overrides: Overrides, optio
     units, recipe = units_of(model), get_recipe(recipe)
     unit_choices = _choices(units, recipe, overrides)
     _check_replicas(units, options)
-    _check_topology(units, options.topology)
+    if options.topology is not None and all(_topology_of(unit, options.topology) is None for unit in units):
+        raise TopologyError(
+            f"the topology must be over the ranks that share parameters: {options.topology}, but {units[0].label} is "
+            f"sharded over ranks {units[0].ranks}"
+        )
     _check_kernels(units, options)
     for device in dict.fromkeys(unit.group.device for unit in units):
         check_backend("install_fsdp2", options.topology, options.backend, options.kernels, device)
@@ -231,14 +235,6 @@ def _are_over_all_ranks(units: Sequence[FSDPUnit]) -> bool:
 
 def _topology_of(unit: FSDPUnit, topology: Topology | None) -> Topology | None:
     return topology if topology is not None and topology.global_ranks == unit.ranks else None
-
-
-def _check_topology(units: Sequence[FSDPUnit], topology: Topology | None) -> None:
-    if topology is not None and all(_topology_of(unit, topology) is None for unit in units):
-        raise TopologyError(
-            f"the topology must be over the ranks that share parameters: {topology}, but {units[0].label} is sharded "
-            f"over ranks {units[0].ranks}"
-        )
 
 
 def _check_dtypes(unit: FSDPUnit, choices: Sequence[FormatChoice]) -> None:
