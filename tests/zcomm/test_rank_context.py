@@ -1,6 +1,6 @@
 """Several ranks in one process: each has its own counts, names and watches, and its clock."""
 
-# covers zcomm/_base/rank_context.py
+# covers zcomm/_base/lazy.py zcomm/_base/rank_context.py
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ import os
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, Literal
 from weakref import WeakValueDictionary
 
@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zcomm._base import env
 from zcomm._base.arguments import as_count, check_process_group
+from zcomm._base.lazy import lazy
 from zcomm._base.rank_context import PerRank, threads
 from zcomm._kernels.message_flags import check_all_flags
 from zcomm._transport import environment_check, groups
@@ -305,7 +306,7 @@ class Topology:
         clone._connect(1 - self._purpose)
         return clone
 
-    @cached_property
+    @lazy
     def companion(self) -> Topology:
         """A :meth:`clone`: the same ranks, and exchanges that never match those of this one.
 
@@ -313,7 +314,7 @@ class Topology:
         """
         return self.clone()
 
-    @cached_property
+    @lazy
     def background(self) -> Background:
         """A background thread with a gloo group of these ranks, made at the first use, which is collective. Closed with
         this one."""
@@ -322,7 +323,7 @@ class Topology:
         self._barrier()
         return Background(self._new_gloo_group())
 
-    @cached_property
+    @lazy
     def on_host(self) -> Hop:
         """One hop over all ranks for tensors in host memory: :attr:`world`, or a gloo group if that is on NCCL.
 

@@ -12,7 +12,6 @@ With pipeline stages alone, every parameter but the shared ones counts.
 from __future__ import annotations
 
 import math
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zcomm import ConfigError, Topology, control
+from zcomm._base.lazy import lazy
 
 TENSOR_AXES = ("tp", "tensor", "tensor_parallel", "mp", "model", "model_parallel")
 PIPELINE_AXES = ("pp", "pipe", "pipeline", "pipeline_parallel")
@@ -49,7 +49,7 @@ class ModelParallel:
         self.rank = 0 if self._topology is None else self._topology.rank
         self.world_size = 1 if group is None else dist.get_world_size(group)
 
-    @cached_property
+    @lazy
     def all_ranks(self) -> Topology:
         """All ranks of the job. Created at the first use, which is collective."""
         return Topology(ranks_per_node=dist.get_world_size())
