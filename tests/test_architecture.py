@@ -26,7 +26,7 @@ LIBRARY = ("triton_kernels", "zcomm", "zero")
 ORDER = {
     "zcomm": (
         "errors", "_base", "_formats", "_kernels", "_transport", "_residuals", "control", "_collectives", "_stateful",
-        "volume", "functional", "install", "", "_bench", "report", "cli", "__main__",
+        "volume", "functional", "install", "testing", "", "_bench", "report", "cli", "__main__",
     ),
     "zero": (
         "errors", "_ranks", "_storage", "_sharding", "_activations", "_config", "_optim", "_gradients", "_gather",

@@ -43,6 +43,11 @@ class Threads:
     RLock = threading.RLock
     SimpleQueue = queue.SimpleQueue
     Executor = ThreadPoolExecutor
+    main_thread = staticmethod(threading.main_thread)
+    waiting_files = frozenset({threading.__file__, queue.__file__})
+    """A thread whose innermost Python frame is in one of these waits for another thread."""
+    hidden_files: frozenset[str] = frozenset()
+    """Frames in these are left out of stacks."""
 
 
 class RankContext:

@@ -29,7 +29,6 @@ import atexit
 import hashlib
 import json
 import logging
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -327,7 +326,7 @@ class DeadlockWatch:
             progresses[key] = RankProgress(ranks, kind, sends, num_started, broken, awaited, recent, num_pairs)
         if any(queue.waits and queue.thread_id not in waiting for queue in queues):
             return None  # the queue's thread computes, and will start the next exchange
-        main = threading.main_thread().ident or 0
+        main = threads().main_thread().ident or 0
         own = waiting - drivers
         others = (callers | {main}) - waiting - drivers - {threading.get_ident()}
         blocked = self._blocked(others, own)
@@ -336,10 +335,10 @@ class DeadlockWatch:
         doing: int | str = (main if main in own else min(own)) if own else blocked
         return doing, progresses
 
-    def _blocked(self, threads: set[int], waiting: set[int]) -> str | None:
-        """What the main thread is blocked in outside of exchanges; None while one of ``threads`` may make progress."""
-        stack_of, main, found = stacks.stacks_of(threads), threading.main_thread(), ""
-        for thread in threads:
+    def _blocked(self, others: set[int], waiting: set[int]) -> str | None:
+        """What the main thread is blocked in outside of exchanges; None while one of ``others`` may make progress."""
+        stack_of, main, found = stacks.stacks_of(others), threads().main_thread(), ""
+        for thread in others:
             stack = stack_of.get(thread)
             if thread == main.ident and not main.is_alive():
                 found = "has left: its program has ended"
@@ -358,7 +357,7 @@ class DeadlockWatch:
         if function == "_engine_run_backward":  # the main thread waits for a thread of autograd, which may be blocked
             ours = {thread.ident for thread in threading.enumerate() if not isinstance(thread, threading._DummyThread)}
             return IDLE if waiting - ours else ""
-        if waiting and name in (threading.__file__, sys.modules["queue"].__file__):
+        if waiting and name in threads().waiting_files:
             return "waits for another thread"
         return stacks.is_blocked_in(stack) if self._has_all_ranks else ""
 

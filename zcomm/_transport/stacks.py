@@ -25,6 +25,8 @@ from typing import NamedTuple
 
 import torch
 
+from zcomm._base.rank_context import threads
+
 LIBRARY_DIRS = tuple(str(Path(__file__).parents[2] / name) + "/" for name in ("zcomm", "zero"))
 TORCH = str(Path(torch.__file__).parent) + "/"
 PYTHON = str(Path(threading.__file__).parent) + "/"
@@ -62,9 +64,11 @@ def stacks_of(threads: Iterable[int]) -> dict[int, list[StackFrame]]:
 
 
 def _frames_of(frame: FrameType | None) -> Iterator[StackFrame]:
+    hidden = threads().hidden_files
     while frame is not None:
         code = frame.f_code
-        yield StackFrame(code.co_filename, code.co_name, frame.f_lineno or 0, frame.f_lasti, id(frame))
+        if code.co_filename not in hidden:
+            yield StackFrame(code.co_filename, code.co_name, frame.f_lineno or 0, frame.f_lasti, id(frame))
         frame = frame.f_back
 
 
@@ -107,7 +111,7 @@ def is_in_backward(thread: int) -> bool:
 
 def _users_stack(thread: int) -> list[StackFrame]:
     """The stack of ``thread``, or of the main thread if it contains no line of the user's."""
-    main = threading.main_thread().ident or 0
+    main = threads().main_thread().ident or 0
     stacks = stacks_of((thread, main))
     own = stacks.get(thread, [])
     return own if line_of(own) else stacks.get(main, [])

@@ -1,0 +1,1 @@
+"""Runs the library's protocols and training steps on simulated ranks, in orders that seeds decide."""

@@ -1,0 +1,298 @@
+"""What a simulated job does, and what must hold of it afterwards.
+
+    draw(level, seed) --> Scenario --run--> Result: a problem, or none; the checksum of its events
+
+Properties, after every run:
+    P1  No deadlock: no rank waits when nothing can happen any more.
+    P2  All live ranks end alike: with results, or all with an error of the library that names what happened.
+    P3  Without a fault, results are those that another order of events gives: the same losses and parameters, bit by
+        bit, and the same parameters on every rank.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import nn
+
+import zcomm
+import zero
+from zcomm import CommunicationError, DivergedError, control
+from zcomm._transport.backend import gather_ints
+from zcomm._transport.store_exchange import exchange_texts
+from zcomm.testing import Deadlock, Outcome, Simulation
+from zero._ranks.rank_errors import on_every_rank
+
+MODES: dict[str, dict[str, Any]] = {
+    "stage 0": {"stage": 0},
+    "stage 1": {"stage": 1},
+    "stage 2": {"stage": 2},
+    "stage 3": {"stage": 3, "stage3_param_persistence_threshold": 0},
+    "persistent": {"stage": 3, "stage3_param_persistence_threshold": 100},
+    "zero++": {
+        "stage": 3,
+        "stage3_param_persistence_threshold": 0,
+        "zero_quantized_weights": True,
+        "zero_quantized_gradients": True,
+        "zero_hpz_partition_size": 2,
+    },
+    "delta": {"stage": 1, "mode": "delta"},
+    "delta_hpz": {"stage": 3, "stage3_param_persistence_threshold": 0, "mode": "delta_hpz"},
+    "offloaded": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+    "delayed": {"stage": 2, "offload_optimizer": {"device": "cpu"}, "delayed_update": True, "delay_start": 1},
+}
+TIMEOUT = timedelta(seconds=20)
+"""Of groups and the store; longer than the deadlock watch takes."""
+OPERATIONS = ("topology", "close", "companion", "background", "agree", "one fails", "any", "texts", "ints", "broadcast")
+TRAINING_CALLS = ("clip", "no_sync", "evaluate", "gather", "state_dict")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What goes wrong on one rank."""
+
+    kind: str
+    """"raises": the program raises before call ``at``; "dies": the process ends after ``at`` events of the job."""
+    rank: int
+    at: int
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A job."""
+
+    level: str
+    seed: int
+    """Decides the order of events."""
+    world_size: int
+    ranks_per_node: int
+    calls: tuple[str, ...]
+    """What every rank calls, in this order."""
+    mode: str = ""
+    """Of training: a key of :data:`MODES`."""
+    fault: Fault | None = None
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a scenario ended."""
+
+    problem: str
+    """The property that does not hold; empty: all do."""
+    digest: int
+    num_events: int
+
+
+class Alone(Exception):  # noqa: N818
+    """What a program raises on one rank."""
+
+
+def draw(level: str, seed: int) -> Scenario:
+    """The scenario of ``seed``."""
+    rng = random.Random(f"{level} {seed}")
+    if level == "protocols":
+        world_size = rng.choice((2, 3, 4))
+        calls = tuple(rng.choice(OPERATIONS) for _ in range(rng.randint(2, 5)))
+        scenario = Scenario(level, seed, world_size, 1 if world_size == 3 else rng.choice((1, 2)), calls)
+        span = 60
+    else:
+        world_size = rng.choice((2, 2, 4))
+        steps = [rng.choice((*TRAINING_CALLS, "step", "step")) for _ in range(rng.randint(1, 3))]
+        per_node = 2 if world_size == 4 else rng.choice((1, 2))
+        scenario = Scenario(level, seed, world_size, per_node, (*steps, "step"), rng.choice(tuple(MODES)))
+        span = 1200
+    kind = rng.choice(("", "raises", "dies"))
+    if not kind:
+        return scenario
+    at = rng.randrange(span) if kind == "dies" else rng.randrange(len(scenario.calls) + 1)
+    return replace(scenario, fault=Fault(kind, rng.randrange(world_size), at))
+
+
+def run(scenario: Scenario, trace: list[str] | None = None) -> Result:
+    """Run ``scenario`` and check the properties."""
+    outcomes, simulation = _outcomes(scenario, trace)
+    scheduler = simulation.scheduler
+    return Result(_problem(scenario, outcomes), scheduler.digest, scheduler.num_events)
+
+
+def _outcomes(scenario: Scenario, trace: list[str] | None = None) -> tuple[list[Outcome], Simulation]:
+    logging.disable(logging.WARNING)
+    simulation = Simulation(scenario.world_size, scenario.seed, timeout_s=TIMEOUT.total_seconds(), limit_s=10_000.0)
+    simulation.scheduler.trace = trace
+    fault = scenario.fault
+    if fault is not None and fault.kind == "dies":
+        simulation.scheduler.at[fault.at] = partial(simulation.kill, fault.rank)
+    program = _protocols if scenario.level == "protocols" else _training
+    return simulation.run(partial(program, scenario)), simulation
+
+
+def _problem(scenario: Scenario, outcomes: list[Outcome]) -> str:
+    fault, live = scenario.fault, [(rank, one) for rank, one in enumerate(outcomes) if not one.is_killed]
+    for rank, one in live:
+        if isinstance(one.error, Deadlock):
+            return f"P1: rank {rank}: {one.error}"
+    others = [one for rank, one in live if fault is None or rank != fault.rank]
+    for rank, one in live:
+        is_alone = isinstance(one.error, Alone) and fault is not None and rank == fault.rank
+        if one.error is not None and not is_alone and not isinstance(one.error, (CommunicationError, DivergedError)):
+            return f"P2: rank {rank} ends with {one.error!r}"
+    if fault is None or all(one.error is None for _, one in live):
+        failed = [f"rank {rank}: {one.error!r}" for rank, one in live if one.error is not None]
+        if failed:
+            return f"P2: {failed[0]}, without a fault"
+        expected = _reference(replace(scenario, seed=0, fault=None))
+        for rank, one in live:
+            if repr(one.result) != expected[rank]:
+                return f"P3: rank {rank} has {one.result}, and in another order {expected[rank]}"
+    elif fault.kind == "raises" and len({type(one.error) for one in others}) > 1:
+        return f"P2: rank {fault.rank} raised alone, and the others end with {[repr(one.error) for one in others]}"
+    return ""
+
+
+@cache
+def _reference(scenario: Scenario) -> list[str]:
+    outcomes, _ = _outcomes(scenario)
+    return [repr(one.result) for one in outcomes]
+
+
+def _point(scenario: Scenario, rank: int, number: int) -> None:
+    fault = scenario.fault
+    if fault is not None and fault.kind == "raises" and (fault.rank, fault.at) == (rank, number):
+        raise Alone(f"before call {number}")
+
+
+def _protocols(scenario: Scenario, rank: int) -> list[Any]:
+    """Control exchanges without tensors to speak of."""
+    results: list[Any] = []
+    opened: list[zcomm.Topology] = []
+    for number, call in enumerate((*scenario.calls, "")):
+        _point(scenario, rank, number)
+        if call == "topology" or (not opened and call in NEED_TOPOLOGY):
+            opened.append(zcomm.Topology(ranks_per_node=scenario.ranks_per_node))
+        if call == "close" and opened:
+            opened.pop().close()
+        elif call in CALLS:
+            results.append(CALLS[call](scenario.world_size, rank, opened[-1] if opened else None))
+    for topology in opened:
+        topology.close()
+    return results
+
+
+def _one_fails(world_size: int, rank: int, topology: Any) -> str:
+    def call() -> None:
+        if rank == world_size - 1:
+            raise Alone("inside an agreement")
+
+    try:
+        on_every_rank(call, topology)
+    except (Alone, CommunicationError, DivergedError) as error:
+        if not isinstance(error, Alone):  # another rank is dead or elsewhere
+            raise
+        return "Alone"
+    except Exception as error:
+        return type(error).__name__ + ("" if "inside an agreement" in str(error) else " without the reason")
+    return "nothing"
+
+
+def _texts(world_size: int, rank: int, _: Any) -> list[str]:
+    return exchange_texts(list(range(world_size)), f"from {rank}", lane="simulated", timeout=TIMEOUT)
+
+
+def _broadcast(world_size: int, rank: int, topology: Any) -> list[float]:
+    values = torch.full((5,), float(rank))
+    control.broadcast_(values, world_size - 1, topology)
+    control.any_(torch.tensor(rank == 0), topology)  # a rank may end its part of a broadcast before others start theirs
+    return values.tolist()
+
+
+def _background(world_size: int, rank: int, topology: Any) -> list[int]:
+    background = topology.background
+    return list(background.submit(lambda: gather_ints(rank, background.group)).result())
+
+
+CALLS: dict[str, Callable[[int, int, Any], Any]] = {
+    "companion": lambda _, rank, topology: control.any_(torch.tensor(rank == 1), topology.companion).item(),
+    "background": _background,
+    "agree": lambda _, rank, topology: on_every_rank(lambda: rank, topology),
+    "one fails": _one_fails,
+    "any": lambda _, rank, topology: control.any_(torch.tensor(rank == 0), topology).item(),
+    "texts": _texts,
+    "ints": lambda _, rank, __: gather_ints(rank, None),
+    "broadcast": _broadcast,
+}
+NEED_TOPOLOGY = ("companion", "background", "agree", "one fails", "any", "broadcast")
+
+
+def _training(scenario: Scenario, rank: int) -> list[Any]:
+    """Steps of a tiny model."""
+    generator = torch.Generator().manual_seed(1)
+    model = nn.Sequential(nn.Linear(8, 24), nn.GELU(), nn.Linear(24, 8))
+    for param in model.parameters():
+        param.data = torch.randn(param.shape, generator=generator) / 8
+    options = dict(MODES[scenario.mode])
+    if options.get("zero_hpz_partition_size"):
+        options["zero_hpz_partition_size"] = scenario.ranks_per_node
+    optimizer = zero.ZeroOptimizer(model, torch.optim.AdamW, lr=1e-2, ranks_per_node=scenario.ranks_per_node, **options)
+    results: list[Any] = []
+    for number, call in enumerate((*scenario.calls, "")):
+        _point(scenario, rank, number)
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(100 * number + rank))
+        if call in ("step", "clip", "no_sync"):
+            if call == "no_sync":
+                with optimizer.no_sync():
+                    model(x).square().mean().backward()
+            loss = model(x).square().mean()
+            loss.backward()
+            if call == "clip":
+                results.append(optimizer.clip_grad_norm_(0.1).item())
+            optimizer.step()
+            optimizer.zero_grad()
+            results.append(loss.item())
+        elif call == "evaluate":
+            with torch.no_grad():
+                results.append(model(x).sum().item())
+        elif call == "state_dict":
+            results.append(sorted((name, value.sum().item()) for name, value in model.state_dict().items()))
+        elif call == "gather":
+            results.append(_parameters(model))
+    optimizer.finish_update()
+    results.append(_parameters(model))
+    optimizer.close()
+    return results
+
+
+def _parameters(model: nn.Module) -> str:
+    with zero.GatheredParameters(list(model.parameters())):
+        return repr([param.detach().sum().item() for param in model.parameters()])
+
+
+def smaller(scenario: Scenario) -> list[Scenario]:
+    """Scenarios with less in them, the smallest first."""
+    found = []
+    if scenario.fault is not None:
+        found.append(replace(scenario, fault=None))
+    for world_size in range(2, scenario.world_size):
+        fault = scenario.fault
+        if fault is None or fault.rank < world_size:
+            found.append(replace(scenario, world_size=world_size, ranks_per_node=1))
+    found += [
+        replace(scenario, calls=scenario.calls[:index] + scenario.calls[index + 1 :])
+        for index in range(len(scenario.calls))
+    ]
+    return found
+
+
+def minimised(scenario: Scenario, fails: Callable[[Scenario], bool]) -> Scenario:
+    """A scenario that fails, and whose smaller ones do not."""
+    while True:
+        candidate = next((one for one in smaller(scenario) if fails(one)), None)
+        if candidate is None:
+            return scenario
+        scenario = candidate

@@ -1,0 +1,139 @@
+"""Simulated ranks: replays are equal, waits that cannot end are found, and today's seeds keep the properties."""
+
+# covers zcomm/testing/network.py zcomm/testing/scheduler.py zcomm/testing/simulation.py zcomm/testing/threads.py
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import datetime, timezone
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import zcomm
+from tests.simulation.scenarios import Fault, Scenario, draw, minimised, run
+from zcomm import CommunicationError, DivergedError
+from zcomm._base.rank_context import clock, threads
+from zcomm.testing import Deadlock, Simulation
+
+TODAY = int(datetime.now(timezone.utc).strftime("%Y%m%d")) * 1_000_000
+SECONDS = {"protocols": 20.0, "training": 25.0}
+
+
+@pytest.mark.parametrize("level", ["protocols", "training"])
+def test_seeds_of_today(level: str) -> None:
+    torch.set_num_threads(1)
+    began, seed = time.monotonic(), TODAY
+    while time.monotonic() - began < SECONDS[level]:
+        scenario = draw(level, seed)
+        result = run(scenario)
+        assert not result.problem, f"{result.problem}\nrun({scenario})"
+        if seed % 10 == 0:
+            assert run(scenario) == result, f"a replay differs: run({scenario})"
+        seed += 1
+    assert seed > TODAY + 5, "hardly anything was run"
+
+
+def _waits_for_the_other(rank: int) -> None:
+    tensor = torch.zeros(4)
+    group: Any = dist.group.WORLD
+    group.recv([tensor], 1 - rank, 0).wait()
+
+
+def test_a_deadlock_is_found_at_once() -> None:
+    """Both ranks receive first; the group's timeout is longer than the simulation's limit."""
+    began = time.monotonic()
+    outcomes = Simulation(2, seed=1, timeout_s=1e9, limit_s=1e6).run(_waits_for_the_other)
+    assert [type(one.error) for one in outcomes] == [Deadlock, Deadlock]
+    assert "rank 0 main waits for recv; rank 1 main waits for recv" in str(outcomes[0].error)
+    assert time.monotonic() - began < 30
+
+
+def test_a_wait_ends_with_the_timeout_of_its_group() -> None:
+    simulation = Simulation(2, seed=1, timeout_s=600.0)
+    outcomes = simulation.run(_waits_for_the_other)
+    assert all("Timed out waiting 600000ms" in str(one.error) for one in outcomes)
+    assert 600 <= simulation.scheduler.now_s < 700
+
+
+def _program(rank: int) -> list[float]:
+    topology = zcomm.Topology(ranks_per_node=2)
+    output = torch.empty(4 * 512)
+    zcomm.all_gather_single(output, torch.arange(512.0) * (rank + 1), group=topology, format="int8")
+    topology.close()
+    return output[:: 100 + rank].tolist()
+
+
+def test_equal_seeds_give_equal_runs_and_others_another_order() -> None:
+    runs = []
+    for seed in (5, 5, 6):
+        simulation = Simulation(4, seed)
+        outcomes = simulation.run(_program)
+        assert all(one.error is None for one in outcomes)
+        runs.append((simulation.scheduler.digest, [one.result for one in outcomes]))
+    assert runs[0] == runs[1]
+    assert runs[0][0] != runs[2][0]
+    assert runs[0][1] == runs[2][1]
+
+
+def test_a_killed_rank_closes_its_connections() -> None:
+    simulation = Simulation(3, seed=2, timeout_s=100.0)
+
+    def program(rank: int) -> None:
+        if rank == 1:
+            simulation.kill(1)
+            clock().sleep(1.0)
+        zcomm.control.any_(torch.tensor(data=False), zcomm.Topology(ranks_per_node=1))
+
+    outcomes = simulation.run(program)
+    assert outcomes[1].is_killed
+    assert all(isinstance(outcomes[rank].error, (CommunicationError, DivergedError)) for rank in (0, 2))
+
+
+def test_threads_of_a_rank_wait_for_each_other() -> None:
+    def program(rank: int) -> list[str]:
+        of_rank, found = threads(), list[str]()
+        lock, ready, items = of_rank.Lock(), of_rank.Event(), of_rank.SimpleQueue()
+
+        def serve() -> None:
+            with lock:
+                found.append(f"thread of {rank}")
+                ready.set()
+                clock().sleep(2.0)
+            items.put("done")
+
+        thread = of_rank.Thread(target=serve, name="serve", daemon=True)
+        thread.start()
+        assert ready.wait(5.0)
+        with lock:
+            found.append(f"after {clock().monotonic():.0f} s")
+        found.append(items.get())
+        executor = of_rank.Executor(1, thread_name_prefix="pool")
+        found.append(str(executor.submit(lambda: rank + 1).result()))
+        executor.shutdown(wait=True)
+        thread.join()
+        return found
+
+    outcomes = Simulation(2, seed=3).run(program)
+    assert [one.result for one in outcomes] == [
+        ["thread of 0", "after 2 s", "done", "1"],
+        ["thread of 1", "after 2 s", "done", "2"],
+    ]
+
+
+@pytest.mark.parametrize("call", ["step", "gather", "state_dict", "no_sync"])
+def test_ranks_that_another_one_leaves_alone_end_alike(call: str) -> None:
+    for at in range(3):
+        fault = Fault("raises", rank=1, at=at)
+        result = run(Scenario("training", 1, 2, 1, (call, "step"), "stage 3", fault))
+        assert not result.problem, result.problem
+
+
+def test_a_failing_scenario_is_reduced_to_what_makes_it_fail() -> None:
+    scenario = Scenario("protocols", 1, 4, 2, ("any", "agree", "texts", "ints"), fault=Fault("raises", 0, 1))
+    fails: Callable[[Scenario], bool] = lambda one: "texts" in one.calls and one.world_size > 2  # noqa: E731
+    least = minimised(scenario, fails)
+    assert (least.world_size, least.calls, least.fault) == (3, ("texts",), None)

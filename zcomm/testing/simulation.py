@@ -1,0 +1,174 @@
+"""Several ranks in one process: a program runs on each, in an order that a seed decides.
+
+    Simulation(world_size=4, seed=7).run(program) --> what each rank returned, or the error that it raised
+
+``program(rank)`` uses torch.distributed and this library as it would on a real rank over gloo, on the CPU.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from zcomm._base.rank_context import PerRank, RankContext
+from zcomm.testing.network import SimulatedGroup, SimulatedNetwork, SimulatedStore
+from zcomm.testing.scheduler import Scheduler
+from zcomm.testing.threads import threads_of
+
+
+@dataclass
+class Outcome:
+    """How one rank ended."""
+
+    result: Any = None
+    error: BaseException | None = None
+    is_killed: bool = False
+
+
+class SimulatedClock:
+    """The virtual clock of a simulation."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+
+    def monotonic(self) -> float:
+        return self._scheduler.now_s
+
+    def time(self) -> float:
+        return 1e9 + self._scheduler.now_s
+
+    def sleep(self, seconds: float, /) -> None:
+        self._scheduler.wait(lambda: False, seconds, "sleep")
+
+
+class _World(distributed_c10d._World):
+    """torch.distributed's groups, as one rank knows them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables: dict[str, Any] = {}
+        self.count = 0
+
+    pg_map = property(lambda self: self.tables.setdefault("map", {}))
+    pg_names = property(lambda self: self.tables.setdefault("names", {}))
+    pg_group_ranks = property(lambda self: self.tables.setdefault("ranks", {}))
+    pg_backend_config = property(lambda self: self.tables.setdefault("config", {}))
+    group_count = property(lambda self: self.count, lambda self, value: setattr(self, "count", value))
+
+
+_OF_PROCESS = distributed_c10d._world
+_WORLD = PerRank(lambda: _OF_PROCESS)
+
+
+class _WorldOfRank:
+    """In place of torch.distributed's table of groups: that of the rank whose thread asks."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(_WORLD(), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(_WORLD(), name, value)
+
+
+class Simulation:
+    """Ranks of one job.
+
+    Args:
+        world_size: Their number.
+        seed: Decides the order in which they run, and how long messages take. Equal seeds give equal runs.
+        timeout_s: Of process groups and the store, in virtual seconds.
+        limit_s: A job that runs longer, in virtual seconds, is stopped as a deadlock.
+    """
+
+    def __init__(self, world_size: int, seed: int = 0, *, timeout_s: float = 1800.0, limit_s: float = 1e5) -> None:
+        self.world_size, self._timeout_s = world_size, timeout_s
+        self.scheduler = Scheduler(seed, limit_s=limit_s)
+        self.network = SimulatedNetwork(self.scheduler, world_size)
+        self._outcomes = [Outcome() for _ in range(world_size)]
+
+    def kill(self, rank: int) -> None:
+        """End ``rank`` where it waits, as the loss of its process would; its peers see closed connections."""
+        self._outcomes[rank].is_killed = True
+        self.scheduler.stop_rank(rank)
+        self.network.close_rank(rank)
+
+    def run(self, program: Callable[[int], object]) -> list[Outcome]:
+        """Run ``program(rank)`` on every rank to its end; what each returned or raised. Raises nothing itself."""
+        threads, clock = threads_of(self.scheduler), SimulatedClock(self.scheduler)
+        with self._installed():
+            for rank in range(self.world_size):
+                self.scheduler.spawn(rank, "main", partial(self._main, rank, RankContext(clock, threads), program))
+            self.scheduler.run()
+        return self._outcomes
+
+    def _main(self, rank: int, context: RankContext, program: Callable[[int], object]) -> None:
+        outcome = self._outcomes[rank]
+        with context.inside():
+            context.values[_WORLD] = _World()
+            self._register("default", list(range(self.world_size)), rank, is_default=True)
+            try:
+                outcome.result = program(rank)
+            except BaseException as error:
+                outcome.error = error
+
+    def _register(self, name: str, ranks: list[int], rank: int, *, is_default: bool = False) -> SimulatedGroup:
+        world: Any = _WORLD()
+        group = SimulatedGroup(self.network, name, ranks, rank, self._timeout_s)
+        store = SimulatedStore(self.network, self._timeout_s)
+        world.pg_map[group], world.pg_names[group] = ("gloo", store), name
+        world.pg_group_ranks[group] = {of_job: number for number, of_job in enumerate(ranks)}
+        world.pg_backend_config[group] = "gloo"
+        if is_default:
+            world.default_pg = group
+        return group
+
+    def _new_group(
+        self, ranks: list[int] | None = None, timeout: timedelta | None = None, backend: Any = None, **options: Any
+    ) -> Any:
+        del timeout, backend
+        world, rank = _WORLD(), dist.get_rank()
+        members = sorted(range(self.world_size) if ranks is None else ranks)
+        if options.get("use_local_synchronization"):
+            name = f"local {members} {len(world.pg_names)}"
+        else:
+            world.group_count += 1
+            name = f"group {world.group_count}"
+        if rank not in members:
+            return dist.GroupMember.NON_GROUP_MEMBER
+        self.network.connect(name, members, rank, self._timeout_s)
+        return self._register(name, members, rank)
+
+    def _destroy(self, group: Any = None) -> None:
+        world = _WORLD()
+        for one in [group] if group is not None else list(world.pg_map):
+            for table in (world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config):
+                table.pop(one, None)
+        if group is None:
+            world.default_pg = None
+
+    @contextmanager
+    def _installed(self) -> Iterator[None]:
+        replaced = {"new_group": self._new_group, "destroy_process_group": self._destroy}
+        before = {name: getattr(dist, name) for name in replaced}
+        collects = gc.isenabled()
+        gc.disable()  # finalizers would run at places that differ between replays
+        distributed_c10d._world = _WorldOfRank()  # type: ignore[assignment]
+        for name, function in replaced.items():
+            setattr(dist, name, function)
+        try:
+            yield
+        finally:
+            for name, function in before.items():
+                setattr(dist, name, function)
+            distributed_c10d._world = _OF_PROCESS
+            if collects:
+                gc.enable()
+            gc.collect()
