@@ -202,7 +202,7 @@ def _one_fails(world_size: int, rank: int, topology: Any) -> str:
 
 
 def _texts(world_size: int, rank: int, _: Any) -> list[str]:
-    return exchange_texts(list(range(world_size)), f"from {rank}", lane="simulated", timeout=TIMEOUT)
+    return exchange_texts(list(range(world_size)), f"from {rank}", lane="simulated", timeout=timedelta(seconds=1))
 
 
 def _broadcast(world_size: int, rank: int, topology: Any) -> list[float]:

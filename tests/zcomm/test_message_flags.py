@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -94,12 +95,12 @@ def test_the_last_look_waits_but_not_for_ever(gpu: Gpu, monkeypatch: pytest.Monk
         gpu.now_s += seconds
         gpu.has_passed = gpu.now_s > 100.5
 
-    monkeypatch.setattr(message_flags.time, "sleep", sleep)
+    monkeypatch.setattr(time, "sleep", sleep)
     gpu.has_passed = False
     flag_of(CPU).used_by("all_to_all").zero_()
     with pytest.raises(MessageError, match="all_to_all"):
         check_all_flags(is_last=True)
-    monkeypatch.setattr(message_flags.time, "sleep", lambda seconds: setattr(gpu, "now_s", gpu.now_s + seconds))
+    monkeypatch.setattr(time, "sleep", lambda seconds: setattr(gpu, "now_s", gpu.now_s + seconds))
     gpu.has_passed = False
     check_all_flags(is_last=True)
     assert gpu.now_s < 110

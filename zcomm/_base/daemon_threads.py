@@ -35,11 +35,11 @@ def start_daemon(target: Callable[[], None], name: str, end: Callable[[], object
 
 @atexit.register
 def _end_all() -> None:
-    stop, threads = time.monotonic() + END_S, list(_THREADS)
-    for _, end in threads:
+    stop, running = time.monotonic() + END_S, list(_THREADS)
+    for _, end in running:
         with suppress(Exception):
             end()
-    for thread, _ in threads:
+    for thread, _ in running:
         thread.join(max(stop - time.monotonic(), 0.0))
 
 

@@ -16,8 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from contextvars import ContextVar, copy_context
-from functools import partial
+from contextvars import ContextVar
 from typing import Any, Generic, ParamSpec, Protocol, TypeVar
 
 T = TypeVar("T")
@@ -81,8 +80,17 @@ def threads() -> type[Threads]:
 
 
 def bound(call: Callable[P, T]) -> Callable[P, T]:
-    """``call`` for another thread, where it belongs to this rank, too."""
-    return partial(copy_context().run, call)
+    """``call`` for another thread, where it belongs to this rank, too.
+
+    Not in a copy of all context variables: a thread that lives as long as the process would keep a user's values.
+    """
+    context = _CURRENT.get()
+
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        with context.inside():
+            return call(*args, **kwargs)
+
+    return run
 
 
 class PerRank(Generic[T]):

@@ -17,7 +17,6 @@ Invariants:
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -55,7 +54,7 @@ class MessageFlag:
     is_capturing: Callable[[], bool] = staticmethod(torch.cuda.is_current_stream_capturing)
     on_device: Callable[[torch.device], AbstractContextManager[Any]] = staticmethod(torch.cuda.device)
     new_event: Callable[[], Any] = staticmethod(torch.cuda.Event)
-    clock: Callable[[], float] = staticmethod(time.monotonic)
+    clock: Callable[[], float] = staticmethod(lambda: clock().monotonic())
 
     def used_by(self, operation: str) -> Tensor:
         """The flag, to be passed to a kernel that decodes messages of ``operation``; checks it at intervals.

@@ -17,7 +17,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, ParamSpec
+from weakref import WeakMethod
 
 import torch
 import torch.distributed as dist
@@ -40,6 +41,25 @@ Comm = Topology | dist.ProcessGroup
 """What carries an exchange: a Topology, over two hops, or a process group, over one."""
 
 
+Plan = ParamSpec("Plan")
+
+
+def _kept(plan: Callable[Plan, list[PieceExchange]]) -> Callable[Plan, list[PieceExchange]]:
+    """``plan``, a method, called once for equal arguments. Its object holds the plans, residuals among them.
+
+    Not itself through them: a cycle would keep residuals until Python's collector runs, which nothing makes run.
+    """
+    method = WeakMethod(plan)
+
+    @cache
+    def made(*args: Plan.args, **kwargs: Plan.kwargs) -> list[PieceExchange]:
+        found = method()
+        assert found is not None, "called by the object that is gone"
+        return found(*args, **kwargs)
+
+    return made
+
+
 @dataclass(eq=False)
 class UnitPlanner:
     """Decides how one unit's tensors are exchanged: pieces, formats, topology or group, residuals."""
@@ -54,7 +74,7 @@ class UnitPlanner:
 
     def __post_init__(self) -> None:
         self._trainable = [i for i, trainable in enumerate(self.unit.is_trainable) if trainable]
-        self.gather_over, self.reduce_over = cache(self._plan_gather), cache(self._plan_reduce)
+        self.gather_over, self.reduce_over = _kept(self._plan_gather), _kept(self._plan_reduce)
 
     def comm_over(self, group: dist.ProcessGroup) -> Comm:
         """Return the Topology, over two hops, if ``group`` has all ranks of this unit; else ``group``, over one hop."""
@@ -212,7 +232,7 @@ class ReplicaAllReduce:
     def __init__(self, planner: UnitPlanner, group: dist.ProcessGroup) -> None:
         self._planner, self._group = planner, group
         self._partial: Tensor | None = None
-        self._exchanges = cache(self._plan)
+        self._exchanges = _kept(self._plan)
 
     def __call__(self, reduce_output: Tensor) -> None:
         """Replace ``reduce_output`` by its mean over the replicas."""

@@ -169,6 +169,6 @@ class Simulation:
             for name, function in before.items():
                 setattr(dist, name, function)
             distributed_c10d._world = _OF_PROCESS
+            gc.collect(0)  # all that the run has made is in the youngest generation
             if collects:
                 gc.enable()
-            gc.collect()

@@ -202,8 +202,7 @@ def _set_grad(param: nn.Parameter, own: Callable[[ParameterLocation], Tensor]) -
     runtime.reducer.change(
         runtime.reducer.by_bucket[location.bucket.index], lambda rows: rows[location.part].copy_(values)
     )
-    files = runtime.state_files.gradients
-    files.reading(files.raise_error)
+    runtime.state_files.gradients.agree()
     runtime.reducer.consumer.edited(values)
 
 
@@ -293,7 +292,7 @@ def _set_state(param: nn.Parameter, key: str, own_value: Callable[[ParameterLoca
             if own is not None:
                 states.set(param, key, part)
         return
-    held = None if states is None else states.get(param, key)
+    held = states.get(param, key)
     if isinstance(held, Tensor):
         held.fill_(float(value))
 

@@ -101,6 +101,7 @@ def make_request(internals: OptimizerParts, index: Index, wanted: LoadSelection)
 
 def _name_problems(kind: str, own: Collection[str], saved: Collection[str]) -> list[str]:
     """Names that only the model has, and those that only the checkpoint has."""
+    own, saved = dict.fromkeys(own), dict.fromkeys(saved)  # lists would be searched once for each name
     missing = [name for name in own if name not in saved]
     problems = [f"{kind} {name!r} is missing (load_module_strict=False keeps the model's)" for name in missing]
     others = [name for name in saved if name not in own]

@@ -193,7 +193,7 @@ class Hooks(RuntimePart):
         return True
 
     def keep(self, handles: Iterable[Any]) -> None:
-        """Have :meth:`remove` remove these handles, too."""
+        """Have :meth:`close` remove these handles, too."""
         self._handles += handles
 
     def close(self) -> None:

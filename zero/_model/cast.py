@@ -91,7 +91,9 @@ def _widen_inputs(module: nn.Module) -> None:
 
 def _convert(model: nn.Module, *, device: torch.device | None = None, dtype: torch.dtype | None = None) -> None:
     with _without_partitioned(model):
-        model.to(device=device, dtype=dtype)
+        for target in (device, dtype):  # one at a time and by position: a model may have a to() of its own
+            if target is not None:
+                model.to(target)
     for param in model.parameters():
         construction = construction_of(param)
         if construction is not None and (device not in (None, param.device) or dtype not in (None, param.dtype)):

@@ -183,6 +183,10 @@ class GradientFiles:
         for gradient in self.gradient_of.values():
             gradient.raise_error()
 
+    def agree(self) -> None:
+        """Raise, on every rank, the first error of any. Collective if there are gradients in files."""
+        self.reading(self.raise_error)
+
     def reading(self, call: Callable[[], Result]) -> Result:
         """Call what may read gradients, and return its result; an error of any rank is raised on every rank.
 

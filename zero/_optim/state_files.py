@@ -113,7 +113,9 @@ class LoadedSubGroup:
 
 
 class StateFiles(RuntimePart):
-    """The masters and moments in files, if there are any; constructed by all ranks together.
+    """Masters and moments off the device, and in files, if there are any; constructed by all ranks together.
+
+    :meth:`open_moments` comes before everything but masters. Without files there is no store, and nothing to do.
 
     Args:
         trainable: All buckets with states.
@@ -377,9 +379,11 @@ class StateFiles(RuntimePart):
 
     def close(self) -> None:
         """Remove the files."""
-        self.gradients.close()
-        if self.groups_of:
-            self.store.close()
+        try:
+            self.gradients.close()
+        finally:
+            if self.groups_of:
+                self.store.close()
 
 
 class FileStates(HostStates):

@@ -43,6 +43,10 @@ from zero._storage.parameter_storage import ParameterStorage, ShardPlan
 from zero._storage.runtime_part import RuntimePart
 from zero._storage.tier_settings import Tier
 
+PARTS = (
+    "hooks", "reducer", "_write_back", "gatherer", "pool", "delayed", "mode_state", "parameter_storage", "state_files"
+)  # fmt: skip
+
 
 class Runtime:
     """Owns the buckets of ``model`` and everything that communicates for them."""
@@ -63,8 +67,6 @@ class Runtime:
         """The inner optimizer's states by parameter; none before there is an optimizer."""
         self.phases, self.pool = Phases(), BufferPool(self.buckets[0].device)
         self.state_files = assign_states(self.buckets, settings, topology)
-        self.parts: list[RuntimePart] = [self.state_files]
-        """In the order in which they end a step, and are closed."""
         self.delayed = DelayedUpdate([], topology)
         """Runs updates during the next step; of no buckets, if updates are not delayed."""
         try:
@@ -75,9 +77,17 @@ class Runtime:
                 gather_partitioned(self.buckets, self.gatherer)
                 raise
         except Exception:
-            for part in self.parts:
-                part.close()
+            self._close_parts()
             raise
+
+    @property
+    def parts(self) -> list[RuntimePart]:
+        """What it is made of, as far as it is built, in the order in which parts end a step, are restored and closed.
+
+        Hooks first: nothing may start an exchange while the others close. A delayed update writes to files, so it ends
+        before they are closed; and replicas are restored after the parameters that lacked it.
+        """
+        return [part for name in PARTS if (part := vars(self).get(name)) is not None]
 
     def _open_gathers(self) -> None:
         options = gather_options(self.settings, self.effective, self.topology)
@@ -88,7 +98,6 @@ class Runtime:
             self._plans_of_shards(options),
             total_numel=sum(bucket.layout.shard_numel for bucket in self.buckets),
         )
-        self.parts.insert(0, self.parameter_storage)
         self.gatherer = Gatherer(
             self.buckets,
             MODES[self.effective.mode].sources(self.buckets, options, self.effective),
@@ -100,7 +109,6 @@ class Runtime:
             is_log_rank=self.is_log_rank,
         )
         self._write_back = WriteBack(self.topology, self.stage, self.gatherer, self.parameter_storage)
-        self.parts[:0] = [self._write_back, self.gatherer, self.pool]
         edits = GatheredEdits(
             self.stage, self.topology, lambda buckets: self.in_memory(buckets, is_changed=True), self.write_back
         )
@@ -155,7 +163,6 @@ class Runtime:
             is_log_rank=self.is_log_rank,
         )
         self.hooks = Hooks(self.gatherer, self.reducer, self.stage)
-        self.parts[:0] = [self.hooks, self.reducer, self.mode_state]
         self._attach()
         self.hooks.install(self.model, plan.units, plan.buckets_of_unit)
 
@@ -216,7 +223,6 @@ class Runtime:
         on_host = [bucket for bucket in self.buckets if bucket.states.is_on_host]
         if self.settings.tiers.states.delays_update and on_host:
             self.delayed = on_every_rank(lambda: DelayedUpdate(on_host, self.topology), self.topology)
-        self.parts.insert(self.parts.index(self.parameter_storage), self.delayed)  # it writes to files: closed before
         self.state_files.open_moments(inner, pieces)
         self.states = OptimizerStates(inner, pieces)
         notes = (note for part in self.parts for note in part.described())
@@ -339,9 +345,16 @@ class Runtime:
         if self.is_closed:
             return
         self.is_closed = True
+        try:
+            self._close_parts()
+        finally:
+            self._detach()
+
+    def _close_parts(self) -> None:
+        """Close every part, also if closing one raises."""
         with ExitStack() as stack:  # it calls the last one first
-            for end in (self._detach, *(part.close for part in reversed(self.parts))):
-                stack.callback(end)
+            for part in reversed(self.parts):
+                stack.callback(part.close)
 
     def _detach(self) -> None:
         with torch._C.DisableTorchFunctionSubclass():

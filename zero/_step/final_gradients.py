@@ -131,7 +131,7 @@ class FinalGradients:
             reducer, files = self.runtime.reducer, self.runtime.state_files.gradients
             in_memory = (reducer.results(grads) for grads in reducer.all if not grads.store.is_in_file)
             mine = nonfinite_flag([r for r in in_memory if r is not None], self.flag.device)
-            files.reading(files.raise_error)
+            files.agree()
             if files.is_nonfinite():
                 mine.fill_(True)
             self._overflow = control.any_(mine, self.runtime.topology)
@@ -144,7 +144,7 @@ class FinalGradients:
         reducer, files = self.runtime.reducer, self.runtime.state_files.gradients
         for grads in reducer.all:
             reducer.change(grads, self.factor.multiply_)
-        files.reading(files.raise_error)
+        files.agree()
         self.factor = GradFactor()
 
     def prepare_update(self, *, widens: bool) -> None:

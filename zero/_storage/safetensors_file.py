@@ -69,7 +69,7 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
     try:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
-            if length > MAX_HEADER_NBYTES:
+            if not 0 < length <= MAX_HEADER_NBYTES:
                 raise CheckpointError(f"{path} is not a safetensors file: header of {length} bytes")
             document = json.loads(file.read(length))
         nbytes = path.stat().st_size
