@@ -5,6 +5,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from unittest import mock
 
 import pytest
@@ -18,6 +20,7 @@ from tests.ranks import run_ranks, topology
 from tests.zcomm.fsdp2 import TWO_HOPS, error_of, full, full_grad, loss_of, sharded
 from tests.zcomm.models import batch, mean_grad, mlp
 from zcomm import ConfigError, LayoutError, StateError, TopologyError
+from zcomm.install.fsdp2_comms import UnitPlanner
 
 
 def _train(model: nn.Module, rank: int, steps: range) -> tuple[Tensor, Tensor]:
@@ -39,8 +42,14 @@ def _check_uninstall(rank: int) -> None:
     other.load_state_dict(state)
     with torch.no_grad():
         other(batch(rank, 0))  # the root's parameters stay whole, as decoded
+    planners = [weakref.ref(each) for each in gc.get_objects() if isinstance(each, UnitPlanner)]
+    assert planners
+    gc.disable()
     installed.uninstall()
     installed.uninstall()
+    del installed
+    assert all(planner() is None for planner in planners), "residuals would stay until the collector runs"
+    gc.enable()
     with zcomm.traffic() as sent:
         assert all(map(torch.equal, _train(other, rank, range(3)), _train(plain, rank, range(3))))
     assert sent.calls() == 0

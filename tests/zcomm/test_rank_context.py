@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import threading
 import time
+from contextvars import ContextVar
 
 import zcomm
 from zcomm._base.daemon_threads import DaemonThread, start_daemon
+from zcomm._base.lazy import lazy
 from zcomm._base.pending import ends_within
 from zcomm._base.rank_context import PerRank, RankContext, bound, clock
 from zcomm._transport.traffic import TrafficKey, record
@@ -89,6 +91,35 @@ def test_timeouts_count_by_the_clock_of_the_rank() -> None:
     assert stepped.now_s >= 1e6 + 3600
     assert time.monotonic() - began < 60
     assert clock() is not stepped
+
+
+class Maker:
+    num_made = 0
+
+    @lazy
+    def value(self) -> int:
+        self.num_made += 1
+        time.sleep(0.05)
+        return self.num_made
+
+
+def test_a_lazy_value_is_made_once_by_threads_and_apart_for_each_object() -> None:
+    maker, other, found = Maker(), Maker(), list[int]()
+    threads = [threading.Thread(target=lambda: found.append(maker.value)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    assert other.value == 1
+    for thread in threads:
+        thread.join()
+    assert (found, maker.num_made, other.num_made) == ([1, 1, 1, 1], 1, 1)
+
+
+def test_threads_keep_no_context_variables_of_their_caller() -> None:
+    variable: ContextVar[int] = ContextVar("variable", default=0)
+    variable.set(1)
+    found = list[int]()
+    start_daemon(lambda: found.append(variable.get()), "test-context").join()
+    assert found == [0]
 
 
 def test_a_value_is_made_at_the_first_use_only() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -19,6 +20,8 @@ from tests.zero.models import batch, loss_of, new_model
 from tests.zero.training import assert_same_bits, train, zero_optimizer
 from zcomm import ConfigError, LayoutError, StateError, TopologyError
 from zero import ZeroOptimizer, initialize
+from zero._gather.hooks import Hooks
+from zero._runtime.write_back import WriteBack
 from zero._sharding.bucket import Bucket
 
 
@@ -29,6 +32,23 @@ class FailingSGD(torch.optim.SGD):
         super().__init__(params, lr)
         if torch.distributed.get_rank() and any(frame.function == "build_updater" for frame in inspect.stack()):
             raise OSError("disk full")
+
+
+def _check_failing_close(rank: int, folder: str) -> None:
+    """A part that fails to close hides neither the cause nor the other parts' files."""
+    offload = {"offload_optimizer": {"device": "nvme", "nvme_path": folder}}
+    broken = (
+        mock.patch.object(Hooks, "install", side_effect=OSError("no hooks")),
+        mock.patch.object(WriteBack, "close", side_effect=RuntimeError("in flight")),
+    )
+    with broken[0], broken[1], pytest.raises(OSError, match="no hooks"):
+        ZeroOptimizer(new_model(), torch.optim.AdamW, ranks_per_node=2, stage=2, **offload)
+    torch.distributed.barrier()
+    assert [path.name for path in Path(folder).rglob("*") if path.is_file()] == []
+
+
+def test_files_of_a_failed_construction_go_even_if_a_part_cannot_close(tmp_path: Path) -> None:
+    run_ranks(2, _check_failing_close, str(tmp_path))
 
 
 def _num_groups() -> int:

@@ -287,6 +287,27 @@ def test_data_parallel_axis_of_a_mesh() -> None:
     run_ranks(4, _check_mesh)
 
 
+class MovesItself(nn.Linear):
+    """A model with a ``to`` of its own, which takes one target, by position."""
+
+    def to(self, target: Any) -> MovesItself:  # type: ignore[override]
+        self.target = target
+        return super().to(target)
+
+
+def _check_moves_itself(rank: int) -> None:
+    model = MovesItself(8, 8)
+    engine, *_ = deepspeed.initialize(
+        model=model, config=_config(1, bf16={"enabled": True}, optimizer={"type": "AdamW"})
+    )
+    assert (model.target, model.weight.dtype) == (torch.bfloat16, torch.bfloat16)
+    engine.destroy()
+
+
+def test_a_model_may_have_a_to_of_its_own() -> None:
+    run_ranks(2, _check_moves_itself)
+
+
 def _check_destroyed(rank: int) -> None:
     """A plain model with the trained values remains, whose gradients are this rank's alone."""
     model, plain = nn.Linear(3, 2), nn.Linear(3, 2)

@@ -51,13 +51,13 @@ def _kept(plan: Callable[Plan, list[PieceExchange]]) -> Callable[Plan, list[Piec
     """
     method = WeakMethod(plan)
 
-    @cache
     def made(*args: Plan.args, **kwargs: Plan.kwargs) -> list[PieceExchange]:
         found = method()
-        assert found is not None, "called by the object that is gone"
+        assert found is not None, "called by an object that is gone"
         return found(*args, **kwargs)
 
-    return made
+    kept: Any = cache(made)
+    return kept  # type: ignore[no-any-return]
 
 
 @dataclass(eq=False)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 
 import torch
@@ -77,7 +77,8 @@ class Runtime:
                 gather_partitioned(self.buckets, self.gatherer)
                 raise
         except Exception:
-            self._close_parts()
+            with suppress(Exception):  # the error that counts is the one that broke construction off
+                self._close_parts()
             raise
 
     @property
