@@ -27,6 +27,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--count", type=int, default=sys.maxsize, help="at most so many seeds")
     parser.add_argument("--level", choices=("protocols", "training"), default="protocols")
+    parser.add_argument("--first", action="store_true", help="stop at the first seed that fails, and do not reduce it")
     parser.add_argument("--trace", action="store_true", help="print the events of each run")
     parser.add_argument("--replay", action="store_true", help="run each seed twice and compare its events")
     chosen = parser.parse_args()
@@ -46,6 +47,8 @@ def main() -> int:
         if problem:
             failed.append(seed)
             print(f"FAILED seed {seed}: {problem}\n  {scenario}", flush=True)
+            if chosen.first:
+                break
             least = minimised(scenario, lambda one: bool(run(one).problem))
             print(f"  as a test:\n    assert not run({least}).problem", flush=True)
     seconds = time.monotonic() - began
