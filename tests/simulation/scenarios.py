@@ -6,7 +6,8 @@ Properties, after every run:
     P1  No deadlock: no rank waits when nothing can happen any more.
     P2  All live ranks end alike: with results, or all with an error of the library that names what happened.
     P3  Without a fault, results are those that another order of events gives: the same losses and parameters, bit by
-        bit, and the same parameters on every rank.
+        bit, and the same parameters on every rank. Results of protocols are known.
+    P4  Ranks that make different calls all get a DivergedError, and what they call next works.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ class Fault:
     """What goes wrong on one rank."""
 
     kind: str
-    """"raises": the program raises before call ``at``; "dies": the process ends after ``at`` events of the job."""
+    """"raises": the program raises before call ``at``; "dies": the process ends after ``at`` events of the job;
+    "differs": it makes another call than the others in place of call ``at``, and goes on."""
     rank: int
     at: int
 
@@ -101,16 +103,20 @@ def draw(level: str, seed: int) -> Scenario:
         world_size = rng.choice((2, 3, 4))
         calls = tuple(rng.choice(OPERATIONS) for _ in range(rng.randint(2, 5)))
         scenario = Scenario(level, seed, world_size, 1 if world_size == 3 else rng.choice((1, 2)), calls)
-        span = 60
+        span, kinds = 60, ("", "raises", "dies", "differs")
     else:
         world_size = rng.choice((2, 2, 4))
         steps = [rng.choice((*TRAINING_CALLS, "step", "step")) for _ in range(rng.randint(1, 3))]
         per_node = 2 if world_size == 4 else rng.choice((1, 2))
         scenario = Scenario(level, seed, world_size, per_node, (*steps, "step"), rng.choice(tuple(MODES)))
         span = 1200
-    kind = rng.choice(("", "raises", "dies"))
-    if not kind:
+        kinds = ("", "raises", "dies")
+    kind = rng.choice(kinds)
+    watched = [number for number, call in enumerate(scenario.calls) if call in NEED_TOPOLOGY]
+    if not kind or (kind == "differs" and not watched):
         return scenario
+    if kind == "differs":
+        return replace(scenario, fault=Fault(kind, rng.randrange(world_size), rng.choice(watched)))
     at = rng.randrange(span) if kind == "dies" else rng.randrange(len(scenario.calls) + 1)
     return replace(scenario, fault=Fault(kind, rng.randrange(world_size), at))
 
@@ -147,13 +153,31 @@ def _problem(scenario: Scenario, outcomes: list[Outcome]) -> str:
         failed = [f"rank {rank}: {one.error!r}" for rank, one in live if one.error is not None]
         if failed:
             return f"P2: {failed[0]}, without a fault"
-        expected = _reference(replace(scenario, seed=0, fault=None))
+        is_known = scenario.level == "protocols"
+        expected = _known(scenario) if is_known else _reference(replace(scenario, seed=0, fault=None))
         for rank, one in live:
             if repr(one.result) != expected[rank]:
-                return f"P3: rank {rank} has {one.result}, and in another order {expected[rank]}"
+                return f"P3: rank {rank} has {one.result}, and not {expected[rank]}"
     elif fault.kind == "raises" and len({type(one.error) for one in others}) > 1:
         return f"P2: rank {fault.rank} raised alone, and the others end with {[repr(one.error) for one in others]}"
     return ""
+
+
+def _known(scenario: Scenario) -> list[str]:
+    """What each rank's program returns at the level of protocols."""
+    fault, world_size = scenario.fault, scenario.world_size
+    return [
+        repr(
+            [
+                "diverged"
+                if fault is not None and (fault.kind, fault.at) == ("differs", number)
+                else EXPECTED[call](world_size, rank)
+                for number, call in enumerate(scenario.calls)
+                if call in CALLS
+            ]
+        )
+        for rank in range(world_size)
+    ]
 
 
 @cache
@@ -179,10 +203,24 @@ def _protocols(scenario: Scenario, rank: int) -> list[Any]:
         if call == "close" and opened:
             opened.pop().close()
         elif call in CALLS:
-            results.append(CALLS[call](scenario.world_size, rank, opened[-1] if opened else None))
+            fault, own = scenario.fault, CALLS[call]
+            differs = fault is not None and (fault.kind, fault.at) == ("differs", number)
+            if differs and fault is not None and fault.rank == rank:
+                own = _another_call
+            try:
+                results.append(own(scenario.world_size, rank, opened[-1] if opened else None))
+            except DivergedError:
+                if not differs:
+                    raise
+                results.append("diverged")
     for topology in opened:
         topology.close()
     return results
+
+
+def _another_call(world_size: int, rank: int, topology: Any) -> str:
+    control.gather_float64(torch.zeros(3, dtype=torch.float64), topology)
+    return "not diverged"
 
 
 def _one_fails(world_size: int, rank: int, topology: Any) -> str:
@@ -226,6 +264,16 @@ CALLS: dict[str, Callable[[int, int, Any], Any]] = {
     "texts": _texts,
     "ints": lambda _, rank, __: gather_ints(rank, None),
     "broadcast": _broadcast,
+}
+EXPECTED: dict[str, Callable[[int, int], Any]] = {
+    "companion": lambda world_size, _: world_size > 1,
+    "background": lambda world_size, _: list(range(world_size)),
+    "agree": lambda _, rank: rank,
+    "one fails": lambda world_size, rank: "Alone" if rank == world_size - 1 else "StateError",
+    "any": lambda _, __: True,
+    "texts": lambda world_size, _: [f"from {rank}" for rank in range(world_size)],
+    "ints": lambda world_size, _: list(range(world_size)),
+    "broadcast": lambda world_size, _: [world_size - 1.0] * 5,
 }
 NEED_TOPOLOGY = ("companion", "background", "agree", "one fails", "any", "broadcast")
 
