@@ -10,13 +10,13 @@ from torch import nn
 
 from zcomm import ConfigError
 from zero._config.parse import Configuration, Source, parse, read_source
-from zero._config.resolved import to_dtype
-from zero._config.sections import Config
+from zero._config.resolved import ResolvedConfig, resolve_config
 from zero._modes import MODES
 from zero._optim.sub_groups import LARGEST_NUMEL
 from zero._sharding.layout import BucketLayout
 from zero._sharding.units import find_units
 from zero._storage.parameter_storage import LEAST_AHEAD_NBYTES
+from zero._storage.tier_settings import Tier, Tiers
 from zero.plan.formulas import (
     RECOMPUTATION,
     Activations,
@@ -35,7 +35,7 @@ TIERS = {
     "nvme optimizer": ShardTiers(states="nvme"),
     "nvme": ShardTiers(parameters="nvme", states="nvme"),
 }
-PLACES = {"none": "device", "cpu": "host", "nvme": "nvme"}
+PLACES = {Tier.DEVICE: "device", Tier.CPU: "host", Tier.NVME: "nvme"}
 NUM_MOMENTS = {"sgd": 0, "adagrad": 1, "lion": 1, "rmsprop": 1}
 
 
@@ -130,22 +130,19 @@ def estimate(
         raise ConfigError(f"nodes and ranks must be at least 1: nodes={nodes}, ranks={ranks}")
     if not isinstance(config, Configuration):
         config = parse({}, "default") if config is None else read_source(config)
-    values = config.values
+    plan = resolve_config(config, {})
+    settings, tiers = plan.settings, plan.settings.tiers
     counts = model if isinstance(model, Counts) else count(model, nodes * ranks)
-    offload = values.zero_optimization
-    tier = ShardTiers(
-        parameters=PLACES[offload.offload_param.device] if offload.stage == 3 else "device",
-        states=PLACES[offload.offload_optimizer.device] if offload.stage else "device",
-    )
-    setup = _setup(values, 4 if isinstance(model, Counts) else _param_nbytes(model), counts, nodes, ranks)
+    setup = _setup(plan, 4 if isinstance(model, Counts) else _param_nbytes(model), counts, nodes, ranks)
+    tier = ShardTiers(parameters=PLACES[tiers.parameters.tier], states=PLACES[tiers.states.tier])
     name = next((name for name, known in TIERS.items() if known == tier), None)
     if name is None:
         raise ConfigError(
             "parameters cannot be offloaded to a lower tier than optimizer states: "
-            f"offload_param.device={offload.offload_param.device!r}, "
-            f"offload_optimizer.device={offload.offload_optimizer.device!r}"
+            f"offload_param.device={tiers.parameters.tier.value!r}, "
+            f"offload_optimizer.device={tiers.states.tier.value!r}"
         )
-    found = Estimate(offload.stage, name, setup, counts, _with_checkpointing(activations, values))
+    found = Estimate(settings.stage, name, setup, counts, _with_checkpointing(activations, plan))
     if prints:
         sys.stdout.write(str(found))
     return found
@@ -174,63 +171,53 @@ def _param_nbytes(model: nn.Module) -> int:
     return max(set(sizes), key=sizes.count, default=4)
 
 
-def _setup(config: Config, own_nbytes: int, counts: Counts, nodes: int, ranks: int) -> TrainingSetup:
-    zero = config.zero_optimization
-    mode = None if nodes == 1 and MODES[config.zcomm.mode].needs_nodes else config.zcomm.mode
-    weights = None if config.zcomm.mode else config.zcomm.weight_format  # a mode's is that of deltas
-    param_nbytes = 2 if config.fp16.enabled or config.bf16.enabled else own_nbytes
-    accumulation_dtype = config.data_types.grad_accum_dtype
-    moments = NUM_MOMENTS.get((config.optimizer.type or "adam").lower(), 2)
+def _setup(plan: ResolvedConfig, own_nbytes: int, counts: Counts, nodes: int, ranks: int) -> TrainingSetup:
+    settings, states = plan.settings, plan.settings.tiers.states
+    mode = None if nodes == 1 and MODES[settings.mode].needs_nodes else settings.mode
+    weights = None if settings.mode else settings.weight_format  # a mode's is that of deltas
+    param_nbytes = own_nbytes if plan.dtype is None else plan.dtype.itemsize
+    moments = NUM_MOMENTS.get((plan.configuration.values.optimizer.type or "adam").lower(), 2)
     width = 8 if own_nbytes == 8 else 4
-    gradient_nbytes = width if accumulation_dtype is None else to_dtype(accumulation_dtype).itemsize
+    gradient_nbytes = width if settings.gradient_dtype is None else settings.gradient_dtype.itemsize
+    # Gradients are sent in the dtype of the parameters unless a format says otherwise; "none" is the dtype of sums.
+    is_plain = not (settings.quantized_gradients or settings.gradient_format or MODES[mode].has_own_formats)
     return TrainingSetup(
-        stage=zero.stage,
+        stage=settings.stage,
         num_nodes=nodes,
         ranks_per_node=ranks,
         param_nbytes=param_nbytes,
         gradient_nbytes=gradient_nbytes,
         state_nbytes=width * (1 + moments),
         shared_nbytes=width if param_nbytes == width else 0,
-        sent_nbytes=gradient_nbytes if _sends_wider(config) else min(param_nbytes, gradient_nbytes),
-        reduced_nbytes=min(param_nbytes, gradient_nbytes) if _sends_as_parameters(config, mode) else gradient_nbytes,
-        sums_gradients=(config.gradient_accumulation_steps or 1) > 1,
-        merged_numel=min(2**20, zero.reduce_bucket_size, zero.allgather_bucket_size),
-        has_secondary=zero.zero_hpz_partition_size > 1 and mode is None,
+        sent_nbytes=gradient_nbytes if settings.gradient_format == "none" else min(param_nbytes, gradient_nbytes),
+        reduced_nbytes=min(param_nbytes, gradient_nbytes) if is_plain else gradient_nbytes,
+        sums_gradients=settings.gradient_accumulation_steps > 1,
+        merged_numel=min(2**20, settings.reduce_bucket_size, settings.allgather_bucket_size),
+        has_secondary=settings.hpz_partition_size > 1 and mode is None,
         mode=mode,
-        quantizes_weights=mode is None and (zero.zero_quantized_weights or weights not in (None, "none")),
-        encodes_frozen=zero.zero_quantized_nontrainable_weights,
-        files=_files(config, counts, param_nbytes, nodes * ranks),
-        offloaded_share=zero.offload_optimizer.ratio,
-        delays_update=config.zcomm.delayed_update and zero.offload_optimizer.device != "none" and zero.stage >= 1,
-        pins_memory=zero.offload_optimizer.pin_memory and zero.offload_param.pin_memory,
+        quantizes_weights=mode is None and (settings.quantized_weights or weights not in (None, "none")),
+        encodes_frozen=settings.quantized_nontrainable_weights,
+        files=_files(settings.tiers, counts, param_nbytes, nodes * ranks),
+        offloaded_share=states.ratio,
+        delays_update=states.delays_update and states.tier is not Tier.DEVICE,
+        pins_memory=settings.tiers.pins_memory,
     )
 
 
-def _sends_as_parameters(config: Config, mode: str | None) -> bool:
-    """Whether gradients are sent in the dtype of the parameters: the default, without a format or a dtype."""
-    chosen = config.zero_optimization.zero_quantized_gradients or config.zcomm.gradient_format
-    is_plain = not (chosen or MODES[mode].has_own_formats)
-    return is_plain and config.communication_data_type is None
-
-
-def _sends_wider(config: Config) -> bool:
-    """Whether gradients are sent in a wider dtype than 16-bit parameters have."""
-    return config.communication_data_type is not None and to_dtype(config.communication_data_type).itemsize > 2
-
-
-def _files(config: Config, counts: Counts, param_nbytes: int, world_size: int) -> NvmeFiles:
-    param, states = config.zero_optimization.offload_param, config.zero_optimization.offload_optimizer
+def _files(tiers: Tiers, counts: Counts, param_nbytes: int, world_size: int) -> NvmeFiles:
+    parameters, states = tiers.parameters, tiers.states
     largest = max(-(-counts.largest_unit // world_size), LEAST_AHEAD_NBYTES // param_nbytes)
     return NvmeFiles(
-        numel_in_memory=param.max_in_cpu,
-        buffer_numel=min(param.buffer_count * param.buffer_size, largest),
-        sub_group_numel=min(config.zero_optimization.sub_group_size, LARGEST_NUMEL),
-        num_sub_groups=min(states.buffer_count, 1 + states.pipeline_read + states.pipeline_write),
-        num_generations=2 if config.zcomm.keep_previous_states else 1,
+        numel_in_memory=parameters.max_numel_in_memory,
+        buffer_numel=min(parameters.num_buffers * parameters.buffer_numel, largest),
+        sub_group_numel=min(states.sub_group_numel, LARGEST_NUMEL),
+        num_sub_groups=min(states.num_buffers, 1 + states.reads_ahead + states.writes_behind),
+        num_generations=2 if states.keeps_previous else 1,
     )
 
 
-def _with_checkpointing(shape: Activations | None, config: Config) -> Activations | None:
+def _with_checkpointing(shape: Activations | None, plan: ResolvedConfig) -> Activations | None:
+    config = plan.configuration.values
     chosen, place = config.activation_checkpointing, config.zcomm.activations
     asks = chosen.partition_activations or chosen.cpu_checkpointing or chosen.number_checkpoints or place is not None
     if shape is None or not asks:
