@@ -26,6 +26,7 @@ from torch import nn
 import zcomm
 import zero
 from zcomm import CommunicationError, DivergedError, control
+from zcomm._base.rank_context import clock
 from zcomm._transport.backend import gather_ints
 from zcomm._transport.store_exchange import exchange_texts
 from zcomm.testing import Deadlock, Outcome, Simulation
@@ -51,6 +52,8 @@ MODES: dict[str, dict[str, Any]] = {
 }
 TIMEOUT = timedelta(seconds=20)
 """Of groups and the store; longer than the deadlock watch takes."""
+SHORT = timedelta(seconds=1)
+"""Of exchanges through the store."""
 OPERATIONS = ("topology", "close", "companion", "background", "agree", "one fails", "any", "texts", "ints", "broadcast")
 TRAINING_CALLS = ("clip", "no_sync", "evaluate", "gather", "state_dict")
 
@@ -61,7 +64,8 @@ class Fault:
 
     kind: str
     """"raises": the program raises before call ``at``; "dies": the process ends after ``at`` events of the job;
-    "differs": it makes another call than the others in place of call ``at``, and goes on."""
+    "differs": it makes another call than the others in place of call ``at``, and goes on; "late": it comes to call
+    ``at`` when the others are about to give it up."""
     rank: int
     at: int
 
@@ -103,7 +107,7 @@ def draw(level: str, seed: int) -> Scenario:
         world_size = rng.choice((2, 3, 4))
         calls = tuple(rng.choice(OPERATIONS) for _ in range(rng.randint(2, 5)))
         scenario = Scenario(level, seed, world_size, 1 if world_size == 3 else rng.choice((1, 2)), calls)
-        span, kinds = 60, ("", "raises", "dies", "differs")
+        span, kinds = 60, ("", "raises", "dies", "differs", "late")
     else:
         world_size = rng.choice((2, 2, 4))
         steps = [rng.choice((*TRAINING_CALLS, "step", "step")) for _ in range(rng.randint(1, 3))]
@@ -142,24 +146,21 @@ def _outcomes(scenario: Scenario, trace: list[str] | None = None) -> tuple[list[
 def _problem(scenario: Scenario, outcomes: list[Outcome]) -> str:
     fault, live = scenario.fault, [(rank, one) for rank, one in enumerate(outcomes) if not one.is_killed]
     for rank, one in live:
+        is_alone = isinstance(one.error, Alone) and fault is not None and rank == fault.rank
         if isinstance(one.error, Deadlock):
             return f"P1: rank {rank}: {one.error}"
-    others = [one for rank, one in live if fault is None or rank != fault.rank]
-    for rank, one in live:
-        is_alone = isinstance(one.error, Alone) and fault is not None and rank == fault.rank
         if one.error is not None and not is_alone and not isinstance(one.error, (CommunicationError, DivergedError)):
             return f"P2: rank {rank} ends with {one.error!r}"
-    if fault is None or all(one.error is None for _, one in live):
-        failed = [f"rank {rank}: {one.error!r}" for rank, one in live if one.error is not None]
-        if failed:
-            return f"P2: {failed[0]}, without a fault"
+    if all(one.error is None for _, one in live):
         is_known = scenario.level == "protocols"
         expected = _known(scenario) if is_known else _reference(replace(scenario, seed=0, fault=None))
-        for rank, one in live:
-            if repr(one.result) != expected[rank]:
-                return f"P3: rank {rank} has {one.result}, and not {expected[rank]}"
-    elif fault.kind == "raises" and len({type(one.error) for one in others}) > 1:
-        return f"P2: rank {fault.rank} raised alone, and the others end with {[repr(one.error) for one in others]}"
+        wrong = [(rank, one.result) for rank, one in live if repr(one.result) != expected[rank]]
+        return f"P3: rank {wrong[0][0]} has {wrong[0][1]}, and not {expected[wrong[0][0]]}" if wrong else ""
+    if fault is None:
+        return f"P2: without a fault ranks end with {[one.error for _, one in live]!r}"
+    alike = [one for rank, one in live if fault.kind != "raises" or rank != fault.rank]
+    if fault.kind != "dies" and len({type(one.error) for one in alike}) > 1:
+        return f"P2: rank {fault.rank} {fault.kind}, and ranks end with {[one.error for one in alike]!r}"
     return ""
 
 
@@ -188,8 +189,13 @@ def _reference(scenario: Scenario) -> list[str]:
 
 def _point(scenario: Scenario, rank: int, number: int) -> None:
     fault = scenario.fault
-    if fault is not None and fault.kind == "raises" and (fault.rank, fault.at) == (rank, number):
+    if fault is None or (fault.rank, fault.at) != (rank, number):
+        return
+    if fault.kind == "raises":
         raise Alone(f"before call {number}")
+    if fault.kind == "late":
+        timeout = (SHORT if scenario.calls[number : number + 1] == ("texts",) else TIMEOUT).total_seconds()
+        clock().sleep(timeout * random.Random(scenario.seed).uniform(0.98, 1.02))
 
 
 def _protocols(scenario: Scenario, rank: int) -> list[Any]:
@@ -240,7 +246,7 @@ def _one_fails(world_size: int, rank: int, topology: Any) -> str:
 
 
 def _texts(world_size: int, rank: int, _: Any) -> list[str]:
-    return exchange_texts(list(range(world_size)), f"from {rank}", lane="simulated", timeout=timedelta(seconds=1))
+    return exchange_texts(list(range(world_size)), f"from {rank}", lane="simulated", timeout=SHORT)
 
 
 def _broadcast(world_size: int, rank: int, topology: Any) -> list[float]:

@@ -33,6 +33,8 @@ class SimulatedWork:
     """Global ranks: sender and receiver."""
     timeout_s: float
     what: str
+    own: tuple[str, int]
+    """Name of the group, and global rank."""
     is_done: bool = False
     error: str = ""
 
@@ -41,6 +43,11 @@ class SimulatedWork:
         if not self.is_done:
             self.network.scheduler.wait(lambda: self.is_done, seconds, self.what)
         if not self.is_done:
+            group, rank = self.own
+            self.network.closed.add(self.own)
+            self.network.close(
+                lambda work: work.own[0] == group and rank in work.ranks, "Application timeout caused pair closure"
+            )
             raise RuntimeError(f"Timed out waiting {seconds * 1000:.0f}ms for {self.what} operation to complete")
         if self.error:
             raise RuntimeError(self.error)
@@ -56,6 +63,8 @@ class SimulatedNetwork:
 
     def __init__(self, scheduler: Scheduler, world_size: int, latency_s: tuple[float, float] = (1e-5, 1e-3)) -> None:
         self.scheduler, self.world_size, self._latency_s = scheduler, world_size, latency_s
+        self.closed: set[tuple[str, int]] = set()
+        """Groups in which a rank has closed its connections: as gloo does once a wait of it has timed out."""
         self.dead: set[int] = set()
         self.flip: Flip | None = None
         self.values: dict[str, bytes] = {}
@@ -66,8 +75,9 @@ class SimulatedNetwork:
 
     def post(self, work: SimulatedWork, place: object, *, is_send: bool) -> SimulatedWork:
         """Start ``work``; it meets its counterpart at the same ``place``."""
-        if self.dead.intersection(work.ranks):
-            work.fail(f"Connection closed by peer [rank {max(self.dead.intersection(work.ranks))}]")
+        gone = [rank for rank in work.ranks if rank in self.dead or (work.own[0], rank) in self.closed]
+        if gone:
+            work.fail(f"Connection closed by peer [rank {gone[0]}]")
             return work
         mine, others = (self._sends, self._receives) if is_send else (self._receives, self._sends)
         if others[place]:
@@ -96,12 +106,14 @@ class SimulatedNetwork:
     def close_rank(self, rank: int) -> None:
         """``rank`` is dead: what waits for it fails after a moment."""
         self.dead.add(rank)
+        self.close(lambda work: rank in work.ranks, f"Connection closed by peer [rank {rank}]")
+
+    def close(self, belongs: Callable[[SimulatedWork], bool], error: str) -> None:
+        """What waits for a counterpart, and ``belongs`` to a closed connection, fails after a moment."""
         for works in (*self._sends.values(), *self._receives.values()):
-            for work in list(works):
-                if rank in work.ranks:
-                    works.remove(work)
-                    seconds, error = self.scheduler.value(*self._latency_s), f"Connection closed by peer [rank {rank}]"
-                    self.scheduler.after(seconds, partial(work.fail, error))
+            for work in [work for work in works if belongs(work)]:
+                works.remove(work)
+                self.scheduler.after(self.scheduler.value(*self._latency_s), partial(work.fail, error))
 
     def connect(self, name: str, ranks: Sequence[int], rank: int, timeout_s: float) -> None:
         """Return once all ``ranks`` make the group ``name``."""
@@ -201,6 +213,7 @@ class SimulatedGroup(dist.ProcessGroup):
 
     def _post(self, tensor: Tensor, ends: tuple[int, int], tag: int, *, is_send: bool) -> SimulatedWork:
         of_job, name = (self._ranks[ends[0]], self._ranks[ends[1]]), "send" if is_send else "recv"
-        work = SimulatedWork(self._network, tensor, of_job, self._timeout_s, name)
+        own = self._name, self._ranks[self._mine]
+        work = SimulatedWork(self._network, tensor, of_job, self._timeout_s, name, own)
         self._network.scheduler.pause(name)
         return self._network.post(work, (self._name, ends, tag), is_send=is_send)
