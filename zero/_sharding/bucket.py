@@ -215,19 +215,15 @@ class Bucket:
         if stage.shards_parameters:
             self.storage = storage.place(self.index, own, updates_on_host=self.states.is_on_host)
             self.shard = self.storage.shard
-            self._move(BucketState.GATHERING)
-            self.full = full
-            self.expose()
-            if not self.is_persistent:
-                self.release()
         else:
             self.shard = own if stage.shards_states else full
             if keeps_exact_shard and self.is_trainable:
                 self.shard = own.clone()
             self.storage = storage.leave(self.shard, updates_on_host=self.states.is_on_host)
-            self.state = BucketState.GATHERING
-            self.full = full
-            self.expose()
+        self.start_gathering(full)
+        self.expose()
+        if stage.shards_parameters and not self.is_persistent:
+            self.release()
         self.gaps = self.layout.gaps_of(row) if stage.shards_states else list(self.layout.gaps)
         initial = own if stage.shards_states else full
         dtype = master_dtype(self.dtype) if self.is_trainable else self.dtype

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from zcomm import StateError
 
@@ -73,24 +74,33 @@ def _is_metadata(func: Callable[..., Any]) -> bool:
     return name in (SETTABLE if is_written else METADATA)
 
 
-def _refuse_values(
-    cls: type,  # noqa: ARG001
-    func: Callable[..., Any],
-    types: Sequence[type],  # noqa: ARG001
-    args: Sequence[Any] = (),
-    kwargs: Any = None,
-) -> Any:
-    if _is_metadata(func):
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
-    released = next((a for a in _flatten((args, kwargs)) if getattr(type(a), "is_released", False)), None)
-    info = getattr(released, "zero_shard", None)
+def _torch_function(refuse: Callable[[Callable[..., Any], Sequence[Any], dict[str, Any]], Any]) -> Any:
+    """A ``__torch_function__`` that allows access to metadata such as shape and dtype, and ``refuse`` all else."""
+
+    def answer(
+        cls: type,  # noqa: ARG001
+        func: Callable[..., Any],
+        types: Sequence[type],  # noqa: ARG001
+        args: Sequence[Any] = (),
+        kwargs: Any = None,
+    ) -> Any:
+        if _is_metadata(func):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        return refuse(func, args, kwargs or {})
+
+    return classmethod(answer)
+
+
+def _refuse_values(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    released = [a for a in tree_leaves((args, kwargs)) if is_released(a)]
+    info = getattr(released[0], "zero_shard", None) if released else None
     state_dicts = getattr(getattr(info, "owner", None), "state_dicts", None)
-    answer = None if state_dicts is None else state_dicts.answer(released, _requested(func)[0], args)
+    answer = None if state_dicts is None else state_dicts.answer(released[0], _requested(func)[0], args)
     if answer is not None:
         return answer
-    if _gather_for_use([a for a in _flatten((args, kwargs)) if getattr(type(a), "is_released", False)]):
-        return func(*args, **(kwargs or {}))
+    if _gather_for_use(released):
+        return func(*args, **kwargs)
     name = repr(info.name) if info is not None else "a parameter"
     raise StateError(
         f"{name} is released (stage 3 holds a shard of it on each rank) and was used by {_requested(func)[0]} outside "
@@ -108,7 +118,7 @@ def _gather_for_use(released: Sequence[nn.Parameter]) -> bool:
 def _copy(self: nn.Parameter, memo: dict[int, Any]) -> Any:
     if _gather_for_use([self]):
         return copy.deepcopy(self, memo)  # it is gathered and has its own class again
-    return _refuse_values(type(self), copy.deepcopy, (), (self,))
+    return _refuse_values(copy.deepcopy, (self,), {})
 
 
 def _refuse_pickle(self: nn.Parameter, protocol: object) -> Any:  # noqa: ARG001
@@ -123,14 +133,6 @@ def not_picklable(what: str) -> StateError:
     )
 
 
-def _flatten(value: Any) -> list[Any]:
-    if isinstance(value, dict):
-        value = tuple(value.values())
-    if isinstance(value, (list, tuple)):
-        return [leaf for item in value for leaf in _flatten(item)]
-    return [value]
-
-
 def _describe(self: nn.Parameter) -> str:
     info = self.zero_shard  # type: ignore[attr-defined]
     return f"<released parameter {info.name!r}, shape {tuple(info.shape)}, {info.dtype}>"
@@ -142,7 +144,7 @@ def _released_class(cls: type) -> type:
         cls.__name__,
         (cls,),
         {
-            "__torch_function__": classmethod(_refuse_values),
+            "__torch_function__": _torch_function(_refuse_values),
             "__repr__": _describe,
             "__deepcopy__": _copy,
             "__reduce_ex__": _refuse_pickle,
@@ -178,21 +180,12 @@ def mark_stale(view: Tensor, name: str) -> None:
 
 @cache
 def _stale_class(cls: type) -> type:
-    own = {"__torch_function__": classmethod(_refuse_stale), "__repr__": _describe_stale, "is_stale": True}
+    own = {"__torch_function__": _torch_function(_refuse_stale), "__repr__": _describe_stale, "is_stale": True}
     return type(cls.__name__, (cls,), own | {"__module__": cls.__module__})
 
 
-def _refuse_stale(
-    cls: type,  # noqa: ARG001
-    func: Callable[..., Any],
-    types: Sequence[type],  # noqa: ARG001
-    args: Sequence[Any] = (),
-    kwargs: Any = None,
-) -> Any:
-    if _is_metadata(func):
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
-    view = next(a for a in _flatten((args, kwargs)) if getattr(type(a), "is_stale", False))
+def _refuse_stale(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    view = next(a for a in tree_leaves((args, kwargs)) if getattr(type(a), "is_stale", False))
     raise StateError(
         f"a view of {view.zero_view_of!r} was used by {_requested(func)[0]} after that parameter had changed (stage 3 "
         "holds a shard of it on each rank, and the view has the old values). Remedies: make the view again from the "
@@ -204,11 +197,23 @@ def _describe_stale(self: Tensor) -> str:
     return f"<stale view of {self.zero_view_of!r}, shape {tuple(self.shape)}>"  # type: ignore[attr-defined]
 
 
+def _refuse_gradient(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    grad = next((a for a in tree_leaves((args, kwargs)) if isinstance(a, ReducedGradient)), None)
+    name, place = getattr(grad, "zero_name", "a parameter"), getattr(grad, "zero_place", "not here")
+    raise StateError(
+        f"the gradient of {name!r} is {place}, so {_requested(func)[0]} on param.grad cannot see it. Use "
+        "optimizer.clip_grad_norm_(max_norm) instead of torch.nn.utils.clip_grad_norm_, optimizer.zero_grad() to "
+        "clear gradients, zero.utils.safe_get_full_grad(param) to read one, param.grad = value to replace it, or "
+        "stage 0, where param.grad is the full averaged gradient"
+    )
+
+
 class ReducedGradient(Tensor):
     """The ``.grad`` of a parameter whose gradient is sharded over the ranks: it exists, but not on this rank."""
 
     zero_name: str
     zero_place: str
+    __torch_function__ = _torch_function(_refuse_gradient)
 
     @classmethod
     def of(
@@ -224,23 +229,6 @@ class ReducedGradient(Tensor):
         grad = nan_filled(shape, dtype, device).as_subclass(cls)
         grad.zero_name, grad.zero_place = name, place
         return grad
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
-        """Allow access to metadata such as shape and dtype; refuse everything else."""
-        if _is_metadata(func):
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
-        grad = next((a for a in _flatten((args, kwargs)) if isinstance(a, ReducedGradient)), None)
-        name, place = getattr(grad, "zero_name", "a parameter"), getattr(grad, "zero_place", "not here")
-        raise StateError(
-            f"the gradient of {name!r} is {place}, so {_requested(func)[0]} on param.grad cannot see it. Use "
-            "optimizer.clip_grad_norm_(max_norm) instead of torch.nn.utils.clip_grad_norm_, optimizer.zero_grad() to "
-            "clear gradients, zero.utils.safe_get_full_grad(param) to read one, param.grad = value to replace it, or "
-            "stage 0, where param.grad is the full averaged gradient"
-        )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Show the parameter's name instead of values."""
