@@ -66,26 +66,20 @@ class DelayedStep:
         fail: Callable[[Exception], None],
     ) -> None:
         self._inner, self._factor, self._gradients, self._fail = inner, factor, gradients, fail
-        self._leaves = [
-            [(param, param.detach()) for param in group["params"]] for group in inner.param_groups
-        ]  # the same memory with a .grad of its own (U2); parameters without a gradient keep their positions
-        leaf_of = {id(param): leaf for pairs in self._leaves for param, leaf in pairs}
-        self._pieces = [replace(piece, master=leaf_of[id(piece.master)]) for piece in pieces]
+        # The same memory with a .grad of its own (U2); parameters without a gradient keep their positions.
+        self._leaves = {param: param.detach() for group in inner.param_groups for param in group["params"]}
+        self._pieces = [replace(piece, master=self._leaves[piece.master]) for piece in pieces]
         for piece, copied in zip(pieces, self._pieces, strict=True):
             copied.master.grad_dtype = None
             copied.master.grad = piece.master.grad
         self._settings = [_settings(group) for group in inner.param_groups]
-        self._copy = self._copied()
+        params = ([self._leaves[param] for param in group["params"]] for group in inner.param_groups)
+        groups = [{**settings, "params": own} for settings, own in zip(self._settings, params, strict=True)]
+        self._copy = over_groups(inner, groups)
+        for param, leaf in self._leaves.items():
+            if param in inner.state:
+                self._copy.state[leaf] = inner.state[param]
         self._files = FileUpdate(files, self._copy, self._pieces)
-
-    def _copied(self) -> Optimizer:
-        inner, each = self._inner, zip(self._settings, self._leaves, strict=True)
-        copied = over_groups(inner, [{**settings, "params": [leaf for _, leaf in pairs]} for settings, pairs in each])
-        for pairs in self._leaves:
-            for param, leaf in pairs:
-                if param in inner.state:
-                    copied.state[leaf] = inner.state[param]
-        return copied
 
     @torch.no_grad()
     def run(self) -> None:
@@ -103,10 +97,9 @@ class DelayedStep:
     def commit(self) -> None:
         """After it has run on every rank: give the original the states, and settings that the step changed."""
         self._files.commit()
-        for pairs in self._leaves:
-            for param, leaf in pairs:
-                if leaf in self._copy.state:
-                    self._inner.state[param] = self._copy.state[leaf]
+        for param, leaf in self._leaves.items():
+            if leaf in self._copy.state:
+                self._inner.state[param] = self._copy.state[leaf]
         everything = zip(self._inner.param_groups, self._copy.param_groups, self._settings, strict=True)
         for group, after, before in everything:
             group.update({name: after[name] for name in before if _differ(after[name], before[name])})
@@ -156,12 +149,11 @@ class DelayedUpdate(RuntimePart):
         self.buckets, self._topology = list(buckets), topology
         self.num_updates = 0
         """Updates so far, delayed or not."""
-        self._memory: dict[Bucket, list[Tensor]] = {}
-        for bucket in self.buckets:
-            numel = bucket.layout.shard_numel
-            # Two buffers: update k writes to one while the parameters of update k - 1, in the other, are written back
-            # (U1; tests/zero/test_delayed_update.py). Zeros: a shard that is all padding is never written, but sent.
-            self._memory[bucket] = [bucket.states.empty(numel, bucket.dtype).zero_() for _ in range(2)]
+        # Two buffers: update k writes to one while the parameters of update k - 1, in the other, are written back
+        # (U1; tests/zero/test_delayed_update.py). Zeros: a shard that is all padding is never written, but sent.
+        self._memory = {
+            b: [b.states.empty(b.layout.shard_numel, b.dtype).zero_() for _ in range(2)] for b in self.buckets
+        }
         self._finished: dict[Bucket, Tensor] = {}
         """Parameters that are not written back yet."""
         self._job: DelayedStep | None = None
@@ -245,10 +237,9 @@ class DelayedUpdate(RuntimePart):
 
     def stale_shards(self) -> dict[Bucket, Tensor]:
         """Copies of the shards that lack the last update, as the forward reads them. Collective if any is in a file."""
-        return on_every_rank(self._read, self._topology) if self._finished else {}
-
-    def _read(self) -> dict[Bucket, Tensor]:
-        return {bucket: bucket.storage.read().to("cpu", copy=True) for bucket in self._finished}
+        if not self._finished:
+            return {}
+        return on_every_rank(lambda: {b: b.storage.read().to("cpu", copy=True) for b in self._finished}, self._topology)
 
     def state_dict(self) -> dict[str, Any] | None:
         """The number of updates, and the shards of parameters that lack the last one."""

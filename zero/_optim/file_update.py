@@ -19,7 +19,7 @@ from zero._optim.cpu_optimizer_base import CPUOptimizer
 from zero._optim.gradient_files import GradientInMemory
 from zero._optim.masters import MasterPiece
 from zero._optim.state_files import LoadedSubGroup, StateFiles
-from zero._optim.step_pieces import numbers_of_groups, restrict_groups
+from zero._optim.step_pieces import numbers_of_groups, step_leaves
 from zero._optim.sub_groups import SubGroup
 from zero._sharding.bucket import Bucket
 from zero._storage.poison import placeholder
@@ -202,8 +202,7 @@ class FileUpdate:
         for part in parts:
             part.master.grad = part.grad.to(part.master.dtype)
             leaves[self._group_of[id(part.piece.master)]].append(part.master)
-        with restrict_groups(inner, leaves):
-            inner.step()
+        step_leaves(inner, leaves)
         for part in parts:
             part.master.grad = None
             part.out.copy_(part.master)

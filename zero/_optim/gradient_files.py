@@ -172,11 +172,6 @@ class GradientFiles:
         while self._arriving or self._writing:
             self._finish_first_write()
 
-    def has_error(self) -> bool:
-        """Drain; whether :meth:`raise_error` would raise."""
-        self.drain()
-        return any(gradient.has_error for gradient in self.gradient_of.values())
-
     def raise_error(self) -> None:
         """Drain, and raise the first error of a gradient that was not cleared since."""
         self.drain()
@@ -324,11 +319,6 @@ class FileGradient:
             call()
         except (OSError, MemoryError) as error:
             self._error = self._error or error
-
-    @property
-    def has_error(self) -> bool:
-        """Whether an error was kept since the gradient was cleared."""
-        return self._error is not None
 
     def raise_error(self) -> None:
         """Raise the error kept since the gradient was cleared."""

@@ -51,23 +51,20 @@ class LoadedSubGroup:
         self._files, self._group = files, group
         self._buffers: list[Tensor] = []
         self._transfers: list[Transfer] = []
+        store = files.store
         try:
-            self._open(reads=reads, moments=moments)
+            self._buffers.append(store.buffer(files.master_nbytes(group)))
+            if moments and files.moments:
+                self._buffers.append(store.buffer(files.moment_nbytes(group)))
+            if reads:
+                self._transfers.append(store.read(files.masters_file, files.master_offset(group), self._buffers[0]))
+                if len(self._buffers) > 1 and group.has_moments:
+                    self._transfers.append(store.read(files.moments_file, files.moment_offset(group), self._buffers[1]))
         except BaseException:  # the buffers may be the last memory there is: a retry needs them
             with suppress(Exception):
                 self.wait()
             self.free()
             raise
-
-    def _open(self, *, reads: bool, moments: bool) -> None:
-        files, group, store = self._files, self._group, self._files.store
-        self._buffers.append(store.buffer(files.master_nbytes(group)))
-        if moments and files.moments:
-            self._buffers.append(store.buffer(files.moment_nbytes(group)))
-        if reads:
-            self._transfers.append(store.read(files.masters_file, files.master_offset(group), self._buffers[0]))
-            if len(self._buffers) > 1 and group.has_moments:
-                self._transfers.append(store.read(files.moments_file, files.moment_offset(group), self._buffers[1]))
 
     @property
     def master(self) -> Tensor:
@@ -228,27 +225,22 @@ class StateFiles(RuntimePart):
         """Start to read a sub-group."""
         return LoadedSubGroup(self, group, reads=True)
 
-    def write_masters(self, bucket: Bucket, masters: Tensor) -> None:
-        """Write the initial ``masters`` [shard] of ``bucket``."""
-        for group in self.groups_of[bucket]:
-            unit = LoadedSubGroup(self, group, reads=False)
-            try:
-                unit.master.copy_(masters[group.start : group.stop])
-                unit.start_write()
-            finally:
-                unit.wait()
-                unit.free()
-        self.commit(self.groups_of[bucket])
+    @contextmanager
+    def _loaded(self, group: SubGroup, *, reads: bool, moments: bool = True) -> Iterator[LoadedSubGroup]:
+        """A sub-group in memory, freed afterwards, once it is written if that was started inside."""
+        unit = LoadedSubGroup(self, group, reads=reads, moments=moments)
+        try:
+            unit.wait()
+            yield unit
+        finally:
+            unit.wait()
+            unit.free()
 
-    def masters_of(self, bucket: Bucket) -> Iterator[tuple[SubGroup, Tensor]]:
-        """The masters of ``bucket``, sub-group by sub-group; each is freed when the next is asked for."""
+    def masters_of(self, bucket: Bucket) -> Iterator[tuple[int, int, Tensor]]:
+        """The masters of ``bucket`` in parts, ``(start, stop, values)``; each is freed when the next is asked for."""
         for group in self.groups_of[bucket]:
-            unit = LoadedSubGroup(self, group, reads=True, moments=False)
-            try:
-                unit.wait()
-                yield group, unit.master
-            finally:
-                unit.free()
+            with self._loaded(group, reads=True, moments=False) as unit:
+                yield group.start, group.stop, unit.master
 
     def read(self, bucket: Bucket, moment: str, base: int, start: int, stop: int) -> Tensor:
         """Elements ``[base + start, base + stop)`` of a moment of ``bucket``, or of its master, ``""``; a copy."""
@@ -291,14 +283,10 @@ class StateFiles(RuntimePart):
         dtypes = {"": master_dtype(bucket.dtype), **self.moments}
         full = {name: torch.zeros(bucket.layout.shard_numel, dtype=dtype) for name, dtype in dtypes.items()}
         for group in self.groups_of[bucket]:
-            unit = LoadedSubGroup(self, group, reads=True)
-            try:
-                unit.wait()
+            with self._loaded(group, reads=True) as unit:
                 full[""][group.start : group.stop] = unit.master
                 for name, values in (unit.moments if group.has_moments else {}).items():
                     full[name][group.start : group.stop] = values
-            finally:
-                unit.free()
         tensors = self._tensors_of(bucket)
         for name, views in tensors.items():
             for start, stop, view in views:
@@ -344,17 +332,13 @@ class StateFiles(RuntimePart):
                     pass
 
     def write(self, bucket: Bucket, full: Mapping[str, Tensor]) -> None:
-        """Replace the master, ``""``, and the moments of ``bucket``."""
+        """Replace the master, ``""``, and the moments of ``bucket``, if it has any yet."""
         for group in self.groups_of[bucket]:
-            unit = LoadedSubGroup(self, group, reads=False)
-            try:
+            with self._loaded(group, reads=False) as unit:
                 unit.master.copy_(full[""][group.start : group.stop])
                 for name, values in unit.moments.items():
                     values.copy_(full[name][group.start : group.stop])
                 unit.start_write()
-            finally:
-                unit.wait()
-                unit.free()
         self.commit(self.groups_of[bucket])
 
     def described(self) -> tuple[str, ...]:
@@ -400,12 +384,11 @@ class FileStates(HostStates):
         return self._files.moments
 
     def new_master(self, initial: Tensor, dtype: torch.dtype) -> Tensor:
-        self._files.write_masters(self._bucket, initial)
+        self._files.write(self._bucket, {"": initial})
         return placeholder(initial.numel(), dtype)
 
     def masters(self, master: Tensor, ranges: object) -> Iterator[tuple[int, int, Tensor]]:  # noqa: ARG002
-        for group, values in self._files.masters_of(self._bucket):
-            yield group.start, group.stop, values
+        return self._files.masters_of(self._bucket)
 
     @contextmanager
     def in_memory(self, *, writes: bool) -> Iterator[None]:

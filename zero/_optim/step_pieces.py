@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -19,14 +18,13 @@ def numbers_of_groups(inner: Optimizer) -> dict[int, int]:
     return {id(p): i for i, group in enumerate(inner.param_groups) for p in group["params"]}
 
 
-@contextmanager
-def restrict_groups(inner: Optimizer, leaves: Mapping[int, list[Tensor]]) -> Iterator[None]:
-    """Inside, the groups of ``inner`` have only these parameters, by group index."""
+def step_leaves(inner: Optimizer, leaves: Mapping[int, list[Tensor]]) -> None:
+    """Step these parameters, by group index, and no others of ``inner``."""
     before = [group["params"] for group in inner.param_groups]
     for index, group in enumerate(inner.param_groups):
         group["params"] = leaves.get(index, [])
     try:
-        yield
+        inner.step()
     finally:
         for group, params in zip(inner.param_groups, before, strict=True):
             group["params"] = params
@@ -51,16 +49,15 @@ def step_pieces(
         leaves[index_of[id(piece.master)]].append(piece.master)
         if piece.master.grad is not None:
             piece.master.grad = piece.master.grad.to(piece.master.dtype)
-    with restrict_groups(inner, leaves):
-        inner.step()
+    step_leaves(inner, leaves)
 
 
 def _step_in_one_pass(
     inner: CPUOptimizer, pieces: Sequence[MasterPiece], factor: float, index_of: Mapping[int, int]
 ) -> None:
-    by_bucket: dict[Bucket, list[MasterPiece]] = {}
+    by_bucket: dict[Bucket, list[MasterPiece]] = defaultdict(list)
     for piece in pieces:
-        by_bucket.setdefault(piece.bucket, []).append(piece)
+        by_bucket[piece.bucket].append(piece)
     for bucket, of_bucket in by_bucket.items():
         shard: Tensor | None = None
         if bucket.master is not bucket.shard:
