@@ -31,6 +31,7 @@ import weakref
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -44,10 +45,10 @@ from zcomm._transport import call_context
 from zcomm._transport.call_context import in_bucket
 from zero._config.settings import Effective, ZeroSettings
 from zero._gather.gather_sources import BucketSources
-from zero._sharding.bucket import Bucket, BucketState, ShardInfo, bump_versions
+from zero._sharding.bucket import Bucket, BucketState, bump_versions
 from zero._sharding.buffer_pool import BufferPool, num_uses, storage_of
 from zero._sharding.phases import Phases, in_phase
-from zero._sharding.prefetch_plan import END_OF_BACKWARD, Limits, Prefetch, Schedule
+from zero._sharding.prefetch_plan import END_OF_BACKWARD, Prefetch, Schedule
 from zero._sharding.released import mark_stale
 from zero._storage.parameter_storage import ParameterStorage
 from zero._storage.runtime_part import RuntimePart
@@ -91,14 +92,16 @@ class OrderCheck:
 
     Args:
         topology: The ranks of the gathers. Creates more process groups over them, which is collective.
+        is_needed: Whether they gather; else all calls are equal.
     """
 
-    def __init__(self, topology: Topology) -> None:
-        self._watch = None if topology.world_size == 1 else topology.watch
+    def __init__(self, topology: Topology, *, is_needed: bool) -> None:
+        compares = is_needed and topology.world_size > 1
+        self._watch = topology.watch if compares else None
         # Comparisons must match neither gathers, over ``topology``, nor reductions, over the companion. Over NCCL they
         # go through host memory, where the companion has nothing else.
         self._ranks = topology
-        if topology.world_size > 1:
+        if compares:
             of_reductions = topology.companion
             self._ranks = of_reductions if of_reductions.is_on_nccl else of_reductions.companion
         self._num_unequal = 0
@@ -189,16 +192,18 @@ class Gatherer(RuntimePart):
         self._sources = list(sources.sources)
         exchanges = [list(source.exchanges) for source in self._sources]
         self.replicas = sources.receivers
-        limits = _within_layers(effective.limits, [sum(e) for e in exchanges])
+        # At most the largest bucket is prefetched: more costs memory and overlaps nothing more.
+        ahead = min(effective.limits.prefetch_numel, max(map(sum, exchanges), default=0))
+        limits = replace(effective.limits, prefetch_numel=ahead)
         self._schedules = {mode: Schedule(exchanges, limits) for mode in IterationKind}
-        self._check = OrderCheck(topology) if self._is_active else None
+        self._check = OrderCheck(topology, is_needed=self._is_active)
         self._in_use: dict[int, Schedule | None] = {}
         """Buckets in use, each with the schedule that recorded it."""
         self._warned: set[str] = set()
         self._last_mode = IterationKind.TRAINING
         self.checksum = 0
         """Checksum of all gathers issued so far, in order; the end of each backward compares it between ranks."""
-        self._num_divergences = 0 if self._check is None else self._check.num_divergences
+        self._num_divergences = self._check.num_divergences
         self.by_storage: dict[int, Bucket] = {}
 
     @in_phase("gather")
@@ -223,7 +228,7 @@ class Gatherer(RuntimePart):
         if not self._is_active:
             return
         self._start_over_if_diverged()
-        if self._compares_always:  # one at a time, each compared before its exchange
+        if self._check.is_always_on:  # one at a time, each compared before its exchange
             for bucket in buckets:
                 self.acquire(bucket)
         for bucket in buckets:
@@ -232,7 +237,6 @@ class Gatherer(RuntimePart):
             self.acquire(bucket)
 
     def _start_use(self, bucket: Bucket, mode: IterationKind | None) -> tuple[Prefetch, ...]:
-        assert self._check is not None, "stage 3 without an order check"
         self._start_over_if_diverged()
         self._in_use[bucket.index] = None
         if mode is None:
@@ -245,7 +249,6 @@ class Gatherer(RuntimePart):
         return self._record_use(schedule, bucket.index, mode)
 
     def _record_use(self, schedule: Schedule, bucket: int, mode: IterationKind) -> tuple[Prefetch, ...]:
-        assert self._check is not None, "stage 3 without an order check"
         position, instead = schedule.position, ""
         if not schedule.expects(bucket):
             planned = schedule.planned
@@ -268,10 +271,6 @@ class Gatherer(RuntimePart):
 
     def _name(self, bucket: int) -> str:
         return "the end of backward" if bucket == END_OF_BACKWARD else _describe(self._buckets[bucket])
-
-    @property
-    def _compares_always(self) -> bool:
-        return self._check is not None and self._check.is_always_on
 
     def _leave_plan(self, schedule: Schedule, mode: IterationKind) -> None:
         schedule.leave_plan()
@@ -312,7 +311,7 @@ class Gatherer(RuntimePart):
 
     def _start_over_if_diverged(self) -> bool:
         """Whether the ranks have diverged since the last call; if so, drop plans and records: they may differ."""
-        if self._check is None or self._check.num_divergences == self._num_divergences:
+        if self._check.num_divergences == self._num_divergences:
             return False
         self._num_divergences, self.checksum, self._last_mode = self._check.num_divergences, 0, IterationKind.TRAINING
         self._drop_idle(self._buckets)
@@ -322,7 +321,7 @@ class Gatherer(RuntimePart):
 
     def compare(self, call: str, detail: str = "") -> None:
         """At stage 3, raise DivergedError unless all ranks make the same ``call``; the error shows ``detail``."""
-        if self._check is not None:
+        if self._is_active:
             self._check.note(lambda: detail or call)
             self._check.compare(call, detail)
 
@@ -436,7 +435,6 @@ class Gatherer(RuntimePart):
         if not self._is_active or not schedule.position or schedule.is_as_planned or self._start_over_if_diverged():
             schedule.restart()
             return
-        assert self._check is not None, "stage 3 without an order check"
         if schedule.is_following:
             self._leave_plan(schedule, mode)
         uses = schedule.recorded()
@@ -462,7 +460,8 @@ class Gatherer(RuntimePart):
         changed = [param for bucket in buckets for param in bucket.params] if params is None else list(params)
         bump_versions(changed)
         if self._pool.viewed():
-            mark_views_stale(self._pool, buckets if params is None else {_bucket_of(param) for param in changed})
+            stale = buckets if params is None else {p.zero_shard.bucket for p in changed}  # type: ignore[attr-defined]
+            mark_views_stale(self._pool, stale)
         if self._is_active:
             self._drop_idle(buckets)
         for bucket in buckets:
@@ -475,20 +474,6 @@ class Gatherer(RuntimePart):
     def step_ended(self) -> None:
         self.release_all()
         self.end_iteration(IterationKind.TRAINING)
-
-
-def _bucket_of(param: nn.Parameter) -> Bucket:
-    info: ShardInfo = param.zero_shard  # type: ignore[attr-defined]
-    return info.bucket
-
-
-def _within_layers(limits: Limits, numels: list[int]) -> Limits:
-    """Prefetch at most the largest bucket: more costs memory and overlaps nothing more."""
-    return Limits(
-        prefetch_numel=min(limits.prefetch_numel, max(numels, default=0)),
-        live_numel=limits.live_numel,
-        reuse_numel=limits.reuse_numel,
-    )
 
 
 def _describe(bucket: Bucket) -> str:

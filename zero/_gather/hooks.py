@@ -104,14 +104,6 @@ class LastGradient:
             self._then()
 
 
-def _only_looks_up(module: nn.Module) -> bool:
-    """Whether the backward of ``module`` needs no parameters: an embedding's uses only indices.
-
-    If a user's hook has saved the weight, unpacking it gathers it.
-    """
-    return type(module) is nn.Embedding
-
-
 class Hooks(RuntimePart):
     """The hooks on one model.
 
@@ -335,7 +327,9 @@ class Hooks(RuntimePart):
             self._saved.stop(forward.saving)
         module = forward.module
         buckets = self._buckets_of[module]
-        uses_in_backward = module in self._unit_modules and torch.is_grad_enabled() and not _only_looks_up(module)
+        # An embedding's backward uses only indices. If a user's hook has saved the weight, unpacking it gathers it.
+        needs_parameters = module in self._unit_modules and type(module) is not nn.Embedding
+        uses_in_backward = needs_parameters and torch.is_grad_enabled()
         outputs = [t for t in tree_leaves(output) if isinstance(t, Tensor)]
         for tensor in outputs:
             aliased = self._saved.bucket_under(tensor)
@@ -381,6 +375,4 @@ class Hooks(RuntimePart):
         except BaseException:
             self.abort_step()
             raise
-        for bucket in self._gatherer.by_storage.copy().values():
-            bucket.drop(Hold.BACKWARD)
-            self._gatherer.release_if_unneeded(bucket)
+        self._end_of_use_in_backward(list(self._gatherer.by_storage.values()))

@@ -131,9 +131,7 @@ class SavedTensors:
         is_released_later = not tensor.requires_grad and self.bucket_under(tensor) is not None
         return outer[0](tensor.detach() if is_released_later else tensor)
 
-    def _pack(
-        self, outer: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None, tensor: Tensor
-    ) -> SavedTensor | SavedView | SavedElsewhere:
+    def _pack(self, outer: SavingHooks | None, tensor: Tensor) -> SavedTensor | SavedView | SavedElsewhere:
         bucket = self.bucket_under(tensor)
         if bucket is None:
             if outer is not None:

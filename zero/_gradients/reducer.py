@@ -21,7 +21,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -60,19 +59,17 @@ class ReductionWait:
         limit_s = 0.0 if self._has_timed_out else max(MIN_WAIT_S, 10 * self._longest_s)
         for work in works:
             if not work.completes_within(max(started + limit_s - clock().monotonic(), 0.0)):
-                self._time_out(limit_s)
+                if not self._has_timed_out:
+                    logger.warning(
+                        "no reduction has completed for %.0f s; another rank may have no gradient for some parameter "
+                        "in this step: from here on this rank keeps the full gradients of more layers instead of "
+                        "waiting",
+                        limit_s,
+                    )
+                self._has_timed_out = True
                 return False
         self._longest_s = max(self._longest_s, clock().monotonic() - started)
         return True
-
-    def _time_out(self, after_s: float) -> None:
-        if not self._has_timed_out:
-            self._has_timed_out = True
-            logger.warning(
-                "no reduction has completed for %.0f s; another rank may have no gradient for some parameter in this "
-                "step: from here on this rank keeps the full gradients of more layers instead of waiting",
-                after_s,
-            )
 
 
 MAX_IN_FLIGHT = 2  # reductions at a time; each holds a full gradient buffer
@@ -81,10 +78,10 @@ MAX_IN_FLIGHT = 2  # reductions at a time; each holds a full gradient buffer
 SIMILAR_SIZE = 1 + 1 / (MAX_IN_FLIGHT + 2)
 
 
-class GradientConsumer(Protocol):
-    """Uses the reduced gradients between backward and step."""
+class GradientConsumer:
+    """Uses the reduced gradients between backward and step. This one, before there is an optimizer, does nothing."""
 
-    rounds_means: bool
+    rounds_means = False
     """Whether each mean is rounded to the parameters' dtype, as copies to host memory are."""
 
     def reduced(self) -> None:
@@ -95,18 +92,6 @@ class GradientConsumer(Protocol):
 
     def check_settable(self, name: str) -> None:
         """Raise if it is too late in the step to adopt a gradient that a user set for parameter ``name``."""
-
-
-class NoConsumer:
-    """Before there is an optimizer."""
-
-    rounds_means = False
-
-    def reduced(self) -> None: ...
-
-    def edited(self, own: Tensor) -> None: ...
-
-    def check_settable(self, name: str) -> None: ...
 
 
 class Reducer(RuntimePart):
@@ -142,7 +127,7 @@ class Reducer(RuntimePart):
         self.accumulation = Accumulation(
             self._settings.gradient_accumulation_steps, reduces_each=self._stage.reduces_every_micro_batch
         )
-        self.consumer: GradientConsumer = NoConsumer()
+        self.consumer = GradientConsumer()
         """Uses the reduced gradients: set once, by the optimizer that is made after this."""
         self.has_cleared = False
         """Whether a user has cleared a gradient since the last reduction."""
@@ -291,11 +276,8 @@ class Reducer(RuntimePart):
 
     def flush(self) -> None:
         """Reduce gradients left by ``no_sync`` or an unfinished accumulation window, or set by a user. Collective."""
-        if (
-            self._adopt_user_gradients(checks=True)
-            or not self.reduces_now
-            or any(self.reduction.has_sums(one) for one in self.all)
-        ):
+        has_adopted = self._adopt_user_gradients(checks=True)
+        if has_adopted or not self.reduces_now or any(self.reduction.has_sums(one) for one in self.all):
             if self.facts.is_deferred:  # it takes the place of the reducing backward that other ranks may run
                 self.facts.count(is_deferred=False)
             self._cursor, self.reduces_now, self._reaches_all_nodes, self.ends_step = 0, True, True, True
@@ -339,18 +321,15 @@ class Reducer(RuntimePart):
             flight.grads.num_in_flight -= 1
             self._pool.reclaim(flight.works, *flight.borrowed)
             try:
-                if flight.output is not None:
-                    self._take_mean(flight.grads, flight.output)
-                    flight.grads.has_result, flight.grads.is_gathered = True, False
+                if (mean := flight.output) is not None:
+                    grads = flight.grads
+                    if self.consumer.rounds_means and grads.store.is_on_device:
+                        mean = rounded(mean, self._mean_dtype(grads.bucket, grads.dtype))
+                    grads.store.add(mean)
+                    grads.has_result, grads.is_gathered = True, False
             finally:
                 for buffer in flight.borrowed:
                     self._pool.give(buffer)
-
-    def _take_mean(self, grads: BucketGrads, mean: Tensor) -> None:
-        """Add ``mean`` to the reduced sum."""
-        if self.consumer.rounds_means and grads.store.is_on_device:
-            mean = rounded(mean, self._mean_dtype(grads.bucket, grads.dtype))
-        grads.store.add(mean)
 
     def _gather_results(self) -> None:
         """Stage 0: gather the full averaged gradient on every rank.
@@ -420,10 +399,6 @@ class Reducer(RuntimePart):
 
     def held(self) -> dict[str, int]:
         return {"sums of the node": self.reduction.sums_nbytes}
-
-    def commit(self) -> None:
-        """The step is applied: residuals of its exchanges count from the next step on."""
-        self.reduction.commit()
 
     def detach_host_sums(self) -> list[GradientStore]:
         """Drop every gradient, but leave those in host memory to the caller: the next step uses other memory.

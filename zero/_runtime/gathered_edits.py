@@ -4,23 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from zcomm import Topology, control
+from zero._runtime.write_back import WriteBack
 from zero._sharding.bucket import Bucket, num_writes
 from zero._sharding.stages import Stage
 
 Slots = Mapping[Bucket, Collection[int]]
-
-
-class WriteBackCall(Protocol):
-    """The part of :meth:`Runtime.write_back` that is used here."""
-
-    def __call__(self, buckets: list[Bucket], *, params: Collection[nn.Parameter] | None) -> None:
-        """Give parameters the masters' values; ``params`` have new ones."""
 
 
 class GatheredEdits:
@@ -30,7 +23,7 @@ class GatheredEdits:
         stage: It decides which rows of a bucket this rank's masters are.
         topology: The ranks.
         open_masters: A context in which the masters of buckets are in memory and may be changed.
-        write_back: Called after masters have changed.
+        write_back: Writes back after masters have changed.
     """
 
     def __init__(
@@ -38,7 +31,7 @@ class GatheredEdits:
         stage: Stage,
         topology: Topology,
         open_masters: Callable[[list[Bucket]], AbstractContextManager[None]],
-        write_back: WriteBackCall,
+        write_back: WriteBack,
     ) -> None:
         self._stage, self._topology, self._open_masters, self._write_back = stage, topology, open_masters, write_back
 
@@ -81,7 +74,7 @@ class GatheredEdits:
         if self._topology.world_size > 1:
             changed = control.agree_max(changed, self._topology)
         is_new = changed.bool().tolist()
-        self._write_back(list(slots), params=[p for p, new in zip(_params(slots), is_new, strict=True) if new])
+        self._write_back.run(list(slots), params=[p for p, new in zip(_params(slots), is_new, strict=True) if new])
 
     def _adopt_bucket(self, bucket: Bucket, chosen: Collection[int], rank: int, before: Tensor | None) -> list[bool]:
         """Broadcast one bucket and update its masters; which of ``chosen`` changed in this rank's rows."""

@@ -7,6 +7,8 @@ others would wait for it in the next broadcast: a deadlock. After a failure the 
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import Tensor, nn
 
 from zcomm import StateError, Topology, TopologyError, control
@@ -53,18 +55,9 @@ def partition_model(
             control.broadcast_(full, 0, topology)
         _copy_init_values(bucket, full)
 
-        def partition(bucket: Bucket = bucket, full: Tensor = full) -> None:
-            bucket.partition(
-                full,
-                stage,
-                topology,
-                storage,
-                keeps_exact_master=keeps_exact_masters,
-                keeps_exact_shard=keeps_exact_shards,
-            )
-
+        keeps = {"keeps_exact_master": keeps_exact_masters, "keeps_exact_shard": keeps_exact_shards}
         try:
-            on_every_rank(partition, topology)
+            on_every_rank(partial(bucket.partition, full, stage, topology, storage, **keeps), topology)
         except Exception:
             _restore_full(bucket, full)
             raise

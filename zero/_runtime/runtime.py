@@ -9,7 +9,7 @@ Called by :class:`zero.ZeroOptimizer`, which adds the optimizer, and by :mod:`ze
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 
@@ -37,7 +37,7 @@ from zero._runtime.untracked_edits import check_model_unchanged
 from zero._runtime.write_back import WriteBack
 from zero._sharding.bucket import Bucket, Hold, ShardInfo, is_managed
 from zero._sharding.buffer_pool import BufferPool
-from zero._sharding.phases import Phases, in_phase
+from zero._sharding.phases import Phases
 from zero._sharding.released import StateDictHooks
 from zero._storage.parameter_storage import ParameterStorage, ShardPlan
 from zero._storage.runtime_part import RuntimePart
@@ -110,8 +110,9 @@ class Runtime:
             is_log_rank=self.is_log_rank,
         )
         self._write_back = WriteBack(self.topology, self.stage, self.gatherer, self.parameter_storage)
+        self.write_back = self._write_back.run
         edits = GatheredEdits(
-            self.stage, self.topology, lambda buckets: self.in_memory(buckets, is_changed=True), self.write_back
+            self.stage, self.topology, lambda buckets: self.in_memory(buckets, is_changed=True), self._write_back
         )
         self.modified, self.adopt_values, self.compare = edits.modified, edits.adopt_values, self.gatherer.compare
 
@@ -200,18 +201,6 @@ class Runtime:
         """Start the next step's bookkeeping, and release what is gathered or in flight: it has the old values."""
         for part in self.parts:
             part.step_ended()
-
-    @in_phase("gather")
-    def write_back(
-        self,
-        buckets: list[Bucket],
-        *,
-        are_written: bool = False,
-        changed: set[int] | None = None,
-        params: Collection[nn.Parameter] | None = None,
-    ) -> None:
-        """Give parameters the masters' values; see :meth:`WriteBack.run`."""
-        self._write_back.run(buckets, are_written=are_written, changed=changed, params=params)
 
     def open_states(self, inner: Optimizer, pieces: list[MasterPiece]) -> None:
         """Make room for the moments of ``inner`` in the files, if there are any. Collective.

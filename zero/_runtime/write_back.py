@@ -22,6 +22,7 @@ from zero._gradients.bucket_gradients import BucketGrads
 from zero._ranks.rank_errors import on_every_rank
 from zero._runtime.untracked_edits import DebugCopies
 from zero._sharding.bucket import Bucket
+from zero._sharding.phases import in_phase
 from zero._sharding.stages import Stage
 from zero._storage.parameter_storage import ParameterStorage
 from zero._storage.runtime_part import RuntimePart
@@ -33,17 +34,18 @@ class WriteBack(RuntimePart):
     def __init__(
         self, topology: Topology, stage: Stage, gatherer: Gatherer, parameter_storage: ParameterStorage
     ) -> None:
-        self._topology, self._stage, self._gatherer = topology, stage, gatherer
+        self._topology, self._stage, self._gatherer, self.phases = topology, stage, gatherer, gatherer.phases
         self._parameter_storage = parameter_storage
         self.debug_copies = DebugCopies(topology, is_always_full=not stage.shards_parameters)
 
+    @in_phase("gather")
     def run(
         self,
         buckets: Sequence[Bucket],
         *,
-        are_written: bool,
-        changed: set[int] | None,
-        params: Collection[nn.Parameter] | None,
+        are_written: bool = False,
+        changed: set[int] | None = None,
+        params: Collection[nn.Parameter] | None = None,
     ) -> None:
         """Give shards, full buffers and replicas the masters' values. Collective.
 

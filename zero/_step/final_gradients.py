@@ -21,6 +21,7 @@ from torch import Tensor
 
 from zcomm import StateError, control
 from zcomm._kernels.message_flags import check_all_flags
+from zero._gradients.reducer import GradientConsumer
 from zero._optim.loss_scale import nonfinite_flag
 from zero._optim.masters import MasterPiece
 from zero._runtime.runtime import Runtime
@@ -73,8 +74,8 @@ NO_OVERFLOW = 2.0**-120
 """The flag's gradient without an overflow: too small to change a norm."""
 
 
-class FinalGradients:
-    """The gradients of one optimizer between backward and step: the reducer's :class:`GradientConsumer`."""
+class FinalGradients(GradientConsumer):
+    """The gradients of one optimizer between backward and step: the reducer's consumer."""
 
     def __init__(self, runtime: Runtime, pieces: list[MasterPiece], *, rounds_means: bool) -> None:
         self.runtime, self._pieces, self.rounds_means = runtime, pieces, rounds_means
@@ -193,7 +194,9 @@ class FinalGradients:
                     piece.master.grad = None
                     continue
                 if grads.store.is_in_file:
-                    piece.master.grad = _in_file(piece)
+                    master, name = piece.master, piece.bucket.layout.slots[piece.slot].name
+                    place = "in files of every rank"
+                    master.grad = ReducedGradient.of(name, master.shape, master.dtype, master.device, place=place)
                     continue
                 if number not in results:
                     results[number] = reducer.results(grads)
@@ -228,11 +231,3 @@ class GradScalerHook:
         if runtime is not None and not runtime.is_closed:
             runtime.reducer.flush()
         return False
-
-
-def _in_file(piece: MasterPiece) -> Tensor:
-    """The stand-in for the gradient of ``piece``, which is in a file."""
-    name = piece.bucket.layout.slots[piece.slot].name
-    return ReducedGradient.of(
-        name, piece.master.shape, piece.master.dtype, piece.master.device, place="in files of every rank"
-    )

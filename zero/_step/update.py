@@ -13,6 +13,9 @@ during the next step: see :mod:`zero._optim.delayed_update`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from torch.optim import Optimizer
 
 from zcomm import StateError
@@ -124,6 +127,15 @@ class Update:
         """Refuse all further updates: ``error`` has left masters updated in part."""
         self._failure = error
 
+    @contextmanager
+    def _final(self) -> Iterator[None]:
+        """An error inside is final."""
+        try:
+            yield
+        except Exception as error:
+            self.fail(error)
+            raise
+
     def _run_now(self) -> None:
         self._gradients.prepare_update(widens=not (self.folds or self._files.is_used))
         if self._files.is_used:
@@ -131,11 +143,8 @@ class Update:
         buckets, sends_early = [b for b in self._runtime.buckets if b.is_trainable], self._bucketwise.are_sent_early
         update = self._update_and_send if sends_early else self._update
         if self._is_on_host:
-            try:
+            with self._final():
                 on_every_rank(update, self._runtime.topology)
-            except Exception as error:
-                self.fail(error)
-                raise
         else:
             update()
         if not (self.folds or sends_early):
@@ -148,12 +157,9 @@ class Update:
         all_grads = self._runtime.reducer.all
         changed = set() if are_sent else used_buckets(all_grads)
         params = None if self._runtime.delayed.is_used else used_parameters(all_grads)
-        try:
+        with self._final():
             self._runtime.write_back(buckets, are_written=True, changed=changed, params=params)
-            self._runtime.reducer.commit()
-        except Exception as error:
-            self.fail(error)
-            raise
+            self._runtime.reducer.reduction.commit()
 
     def _update_files(self) -> None:
         """Update masters, moments and parameters in files: on all ranks, or on none."""
@@ -180,11 +186,8 @@ class Update:
 
     def _update_and_send(self) -> None:
         """Update what is in memory, sending changes early. An error is final: a part has been sent."""
-        try:
+        with self._final():
             self._bucketwise.update(self._gradients.factor.item(), used_buckets(self._runtime.reducer.all))
-        except Exception as error:
-            self.fail(error)
-            raise
 
     def _update(self) -> None:
         """Update what is in memory."""
