@@ -159,10 +159,7 @@ class CPUOptimizer(Optimizer, ABC):
         Raises:
             ConfigError: A sparse gradient, or a parameter that is not on the CPU; nothing has been changed.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         grads = [(p, p.grad, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
         for param, grad, _ in grads:
             if param.device.type != "cpu":
@@ -219,16 +216,14 @@ class CPUOptimizer(Optimizer, ABC):
         state["step"] += 1
 
     def _start(self, state: dict[str, Any], param: Tensor, group: dict[str, Any]) -> None:
+        moments = {n: torch.zeros(param.shape, dtype=self.moment_dtype, device=param.device) for n in self.moments}
         # Allocated completely before ``state`` changes: if memory runs out, a retried step must not find half a state.
-        started = {"step": torch.tensor(0.0), **self._new_moments(param)}
+        started = {"step": torch.tensor(0.0), **moments}
         if group.get("amsgrad"):
             started["max_exp_avg_sq"] = torch.zeros_like(param, dtype=torch.float32)
         if param.dtype != torch.float32:
             started["master"] = param.detach().float()
         state.update(started)
-
-    def _new_moments(self, param: Tensor) -> dict[str, Tensor]:
-        return {name: torch.zeros(param.shape, dtype=self.moment_dtype, device=param.device) for name in self.moments}
 
     def _position(self, param: Tensor) -> int:
         order = (p for group in self.param_groups for p in group["params"])

@@ -89,21 +89,28 @@ REMEDY = (
     "...); docs/optimizer.md has a list"
 )
 
-KNOWN = frozenset(
+BY_PARAMETER = frozenset(
     {
-        optim.SGD,
-        optim.Adam,
-        optim.AdamW,
-        optim.Adagrad,
-        optim.Adadelta,
-        optim.Adamax,
-        optim.ASGD,
-        optim.NAdam,
-        optim.RAdam,
+        *(optim.Adadelta, optim.Adagrad, optim.Adam, optim.Adamax, optim.AdamW, optim.ASGD, optim.NAdam, optim.RAdam),
+        *(optim.RMSprop, optim.Rprop, optim.SGD),
     }
-    | {optim.RMSprop, optim.Rprop, Lion}
 )
+"""What a step of these does to a parameter depends on that parameter, its state and its group's settings alone."""
+KNOWN = BY_PARAMETER | {Lion}
 """Elementwise by their formulas. They are not tried here, which would take hundreds of ms; the tests try them."""
+
+
+class _Subject(NamedTuple):
+    """What is tried: an instance with some of its parameter groups, or a class with options."""
+
+    optimizer: Optimizer | type[Optimizer]
+    options: Mapping[str, Any]
+    device: torch.device
+    groups: list[dict[str, Any]]
+
+    @property
+    def name(self) -> str:
+        return (self.optimizer if isinstance(self.optimizer, type) else type(self.optimizer)).__name__
 
 
 class TrialSlice(NamedTuple):
@@ -145,15 +152,15 @@ def check_elementwise(optimizer: Optimizer | type[Optimizer], options: Mapping[s
     """
     if _is_known(optimizer):
         return
-    name = optimizer.__name__ if isinstance(optimizer, type) else type(optimizer).__name__
     groups = [] if isinstance(optimizer, type) else _distinct(optimizer.param_groups)
+    subject = _Subject(optimizer, options, device, groups[:GROUPS])
     with _isolated(device):
-        problem = _problem(name, optimizer, options, device, groups[:GROUPS])
+        problem = _problem(subject)
         for start in range(GROUPS, len(groups), GROUPS - 1):  # any group may be coupled with the first
             together = [groups[0], *groups[start : start + GROUPS - 1]]
-            problem = problem or _problem(name, optimizer, options, device, together)
+            problem = problem or _problem(subject._replace(groups=together))
     if problem:
-        raise ConfigError(f"{name} {problem}. {REMEDY}")
+        raise ConfigError(f"{subject.name} {problem}. {REMEDY}")
 
 
 def _is_known(optimizer: Optimizer | type[Optimizer]) -> bool:
@@ -164,30 +171,24 @@ def _is_known(optimizer: Optimizer | type[Optimizer]) -> bool:
     return type(optimizer) in KNOWN and "step" not in vars(optimizer) and not any(hooks)
 
 
-def _problem(
-    name: str,
-    optimizer: Optimizer | type[Optimizer],
-    options: Mapping[str, Any],
-    device: torch.device,
-    groups: list[dict[str, Any]],
-) -> str:
+def _problem(subject: _Subject) -> str:
     """Why shards of these groups cannot be updated; empty: they can."""
     for dtype in TOLERANCES:  # some have no kernels for float64
         try:
             # Shampoo keeps a matrix over all elements of a vector: it would need hours for the large tensors.
-            small = _Trial(optimizer, options, device, dtype, groups, SHAPES)
+            small = _Trial(subject, dtype, SHAPES)
             small.run()
             if coupling := small.coupling():
                 return coupling
-            side = _side(optimizer, options)
-            trial = _Trial(optimizer, options, device, dtype, groups, (*SHAPES, (side, side)))
+            side = _side(subject.optimizer, subject.options)
+            trial = _Trial(subject, dtype, (*SHAPES, (side, side)))
             trial.run()
         except Exception as error:
             failure = error
         else:
             return trial.problem()
     raise ConfigError(
-        f"{name} cannot update flat shards: a trial step, without a closure, raised "
+        f"{subject.name} cannot update flat shards: a trial step, without a closure, raised "
         f"{type(failure).__name__}: {failure}. {REMEDY}"
     ) from failure
 
@@ -195,17 +196,10 @@ def _problem(
 class _Trial:
     """One optimizer, tried in one dtype."""
 
-    def __init__(
-        self,
-        optimizer: Optimizer | type[Optimizer],
-        options: Mapping[str, Any],
-        device: torch.device,
-        dtype: torch.dtype,
-        groups: list[dict[str, Any]],
-        shapes: Shapes,
-    ) -> None:
-        self._optimizer, self._options, self._dtype, self._groups = optimizer, options, dtype, groups
-        self._shapes, self._tensors = shapes, list(_tensors(max(len(self._groups), 1), shapes))
+    def __init__(self, subject: _Subject, dtype: torch.dtype, shapes: Shapes) -> None:
+        self._optimizer, self._options, device, self._groups = subject
+        self._dtype, self._shapes = dtype, shapes
+        self._tensors = list(_tensors(max(len(self._groups), 1), shapes))
         numel, generator = self._tensors[-1].stop, torch.Generator().manual_seed(0)
         self._values = torch.randn(numel, generator=generator, dtype=torch.float64).to(device, dtype)
         noise = torch.randn(numel + (STEPS + LATE_STEPS) * SHIFT, generator=generator, dtype=torch.float64)
@@ -390,20 +384,13 @@ def _side(optimizer: Optimizer | type[Optimizer], options: Mapping[str, Any]) ->
     return max(SIDE, *(value + 1 for value in named), 0)
 
 
-def _numbers(optimizer: Optimizer) -> Iterator[tuple[dict[str, Any], str, float]]:
-    for where in (*optimizer.param_groups, *optimizer.state.values(), vars(optimizer)):
-        for name, value in where.items() if isinstance(where, dict) else ():
-            if type(value) in (int, float):
-                yield where, name, value
-            elif isinstance(value, Tensor) and value.ndim == 0:
-                yield where, name, value.item()
-
-
 def _make_late(optimizer: Optimizer) -> None:
     """Add more than a million to everything that has counted the steps."""
-    for where, name, value in list(_numbers(optimizer)):
-        if value in (STEPS, STEPS + 1):
-            where[name] = where[name] + LATE
+    for where in (*optimizer.param_groups, *optimizer.state.values(), vars(optimizer)):
+        for name, value in list(where.items()) if isinstance(where, dict) else ():
+            is_number = type(value) in (int, float) or (isinstance(value, Tensor) and value.ndim == 0)
+            if is_number and value in (STEPS, STEPS + 1):
+                where[name] = value + LATE
 
 
 @contextmanager
@@ -439,7 +426,12 @@ def check_states(optimizer: Optimizer, device: torch.device) -> None:
         repr([(k, v) for k, v in group.items() if k not in ("params", "lr")]): group for group in optimizer.param_groups
     }
     for group in kinds.values():
-        for name, value in _states_of(optimizer, group, device).items():
+        param = torch.linspace(-1, 1, NUMEL, device=device)
+        param.grad = param.clone()
+        trial = over_groups(optimizer, [{**group, "params": [param]}])
+        with torch.no_grad():
+            trial.step()
+        for name, value in trial.state[param].items():
             if not _is_shardable(value):
                 of = f" of shape {tuple(value.shape)}, {value.dtype}" if isinstance(value, Tensor) else ""
                 raise ConfigError(
@@ -448,15 +440,6 @@ def check_states(optimizer: Optimizer, device: torch.device) -> None:
                     "numbers, or plain tensors with one value for each element. For narrower moments use zero.CPUAdam "
                     "with offload_optimizer and fp32_optimizer_states=False"
                 )
-
-
-def _states_of(optimizer: Optimizer, group: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    param = torch.linspace(-1, 1, NUMEL, device=device)
-    param.grad = param.clone()
-    trial = over_groups(optimizer, [{**group, "params": [param]}])
-    with torch.no_grad():
-        trial.step()
-    return dict(trial.state[param])
 
 
 def _is_shardable(value: Any) -> bool:

@@ -299,15 +299,13 @@ def build_scheduler(kind: str, params: dict[str, Any], optimizer: Optimizer) -> 
     if kind not in SCHEDULERS:
         raise ConfigError(f"scheduler.type must be one of {', '.join(SCHEDULERS)}: got {kind!r}")
     cls = SCHEDULERS[kind]
-    signature = inspect.signature(cls)
-    known = [*list(signature.parameters)[1:], *(OneCycle.DEFAULTS if cls is OneCycle else ())]
+    accepted = list(inspect.signature(cls).parameters.values())[1:]
+    known = [*(p.name for p in accepted), *(OneCycle.DEFAULTS if cls is OneCycle else ())]
     for name in params:
         if name not in known:
             raise ConfigError(f"scheduler.params of {kind} has no {name!r}{nearest(name, known)}")
     given = read_options(SCHEDULER_OPTIONS, params)
-    required = [
-        name for name, p in list(signature.parameters.items())[1:] if p.default is p.empty and p.kind != p.VAR_KEYWORD
-    ]
+    required = [p.name for p in accepted if p.default is p.empty and p.kind != p.VAR_KEYWORD]
     missing = [name for name in required if name not in given]
     if missing:
         raise ConfigError(f"scheduler.params of {kind} must have a value for {', '.join(missing)}")

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import wraps
-from typing import Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, TypeVar, cast
 
-P = ParamSpec("P")
-R = TypeVar("R")
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 class Phases:
@@ -19,25 +18,18 @@ class Phases:
         """``timer(phase)`` is entered around each call of a method with :func:`in_phase`; None: nothing is timed."""
 
 
-class HasPhases(Protocol):
-    phases: Phases
-
-
-S = TypeVar("S", bound=HasPhases)
-
-
-def in_phase(phase: str) -> Callable[[Callable[Concatenate[S, P], R]], Callable[Concatenate[S, P], R]]:
+def in_phase(phase: str) -> Callable[[Method], Method]:
     """Decorates a method of an object with ``phases``: it belongs to ``phase``, "gather" or "reduce"."""
 
-    def decorate(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
+    def decorate(method: Method) -> Method:
         @wraps(method)
-        def timed(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        def timed(self: Any, /, *args: Any, **kwargs: Any) -> Any:
             timer = self.phases.timer
             if timer is None:
                 return method(self, *args, **kwargs)
             with timer(phase):
                 return method(self, *args, **kwargs)
 
-        return timed
+        return cast("Method", timed)
 
     return decorate

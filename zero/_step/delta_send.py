@@ -16,21 +16,15 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 import torch
-from torch import optim
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from zero._optim.cpu_optimizer_base import CPUOptimizer
+from zero._optim.elementwise_check import BY_PARAMETER
 from zero._optim.masters import MasterPiece
 from zero._optim.step_pieces import numbers_of_groups, step_pieces
 from zero._runtime.runtime import Runtime
 from zero._sharding.bucket import Bucket
-
-BY_PARAMETER = (
-    optim.Adadelta, optim.Adagrad, optim.Adam, optim.Adamax, optim.AdamW, optim.ASGD, optim.NAdam, optim.RAdam,
-    optim.RMSprop, optim.Rprop, optim.SGD,
-)  # fmt: skip
-"""What a step of these does to a parameter depends on that parameter, its state and its group's settings alone."""
 
 RUN_NUMEL = 2**18
 """Elements of a rank's shards up to which buckets are updated together.
