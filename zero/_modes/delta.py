@@ -49,9 +49,8 @@ class FullReplica:
     @property
     def _delta(self) -> DeltaGather:
         if self._gather is None:
-            assert self._bucket.full is not None, "below stage 3 parameters are always full"
             topology, format = self._options.topology, self._format
-            self._gather = DeltaGather(self._bucket.full, topology, format=format, numbering="local")
+            self._gather = DeltaGather(self._bucket.buffer, topology, format=format, numbering="local")
         return self._gather
 
     @property

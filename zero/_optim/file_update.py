@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 
 from zcomm import StateError
 from zero._optim.cpu_optimizer_base import CPUOptimizer
-from zero._optim.gradient_files import GradientInMemory
 from zero._optim.masters import MasterPiece
 from zero._optim.state_files import LoadedSubGroup, StateFiles
 from zero._optim.step_pieces import numbers_of_groups, step_leaves
@@ -36,28 +35,6 @@ class LoadedMaster(NamedTuple):
     grad: Tensor
     out: Tensor
     """Where the new parameter goes."""
-
-
-class _LoadedStates:
-    """The states of a sub-group in memory, and its gradient if it has one."""
-
-    def __init__(self, states: LoadedSubGroup, gradient: GradientInMemory | None) -> None:
-        self.states, self.gradient = states, gradient
-
-    def wait(self) -> None:
-        try:
-            self.states.wait()
-        finally:
-            if self.gradient is not None:
-                self.gradient.wait()
-
-    def start_write(self) -> None:
-        self.states.start_write()
-
-    def free(self) -> None:
-        self.states.free()
-        if self.gradient is not None:
-            self.gradient.free()
 
 
 class FileUpdate:
@@ -86,7 +63,7 @@ class FileUpdate:
         self._number_of = {id(leaf): number for number, leaf in enumerate(leaves)}
         settings = self._files.settings
         self._files.gradients.raise_error()
-        pipeline: Pipeline[SubGroup, _LoadedStates] = Pipeline(
+        pipeline: Pipeline[SubGroup, LoadedSubGroup] = Pipeline(
             self._load,
             num_buffers=settings.num_buffers,
             reads_ahead=settings.reads_ahead,
@@ -95,17 +72,19 @@ class FileUpdate:
         groups = [group for group in self._files.groups if all_buckets or self._has_gradient(group)]
         before = [_numbers(group) for group in self._inner.param_groups]
 
-        def update(group: SubGroup, unit: _LoadedStates) -> None:
+        def restore_numbers() -> None:
             for options, numbers in zip(self._inner.param_groups, before, strict=True):
-                options.update(numbers)  # numbers in groups change once a step, not once a sub-group
+                options.update(numbers)
+
+        def update(group: SubGroup, unit: LoadedSubGroup) -> None:
+            restore_numbers()  # they change once a step, not once a sub-group
             self._update(group, unit, factor)
             self._done.append(group)
 
         try:
             pipeline.run(groups, update)
         except BaseException:
-            for options, numbers in zip(self._inner.param_groups, before, strict=True):
-                options.update(numbers)
+            restore_numbers()
             raise
 
     def commit(self) -> None:
@@ -141,22 +120,24 @@ class FileUpdate:
             if start < stop:
                 yield piece, start, stop
 
-    def _load(self, group: SubGroup) -> _LoadedStates:
+    def _load(self, group: SubGroup) -> LoadedSubGroup:
         gradient = self._files.gradients.gradient_of.get(group.bucket) if self._has_gradient(group) else None
-        states = self._files.load(group)
+        unit = LoadedSubGroup(self._files, group, reads=True)
         try:
-            return _LoadedStates(states, None if gradient is None else gradient.load(group))
+            if gradient is not None:
+                unit.add_gradient(gradient.load(group))
         except BaseException:
-            states.wait()
-            states.free()
+            unit.wait()
+            unit.free()
             raise
+        return unit
 
-    def _update(self, group: SubGroup, unit: _LoadedStates, factor: float) -> None:
+    def _update(self, group: SubGroup, unit: LoadedSubGroup, factor: float) -> None:
         bucket, base = group.bucket, group.start
         shard = bucket.start_update(group.start, group.stop)
         for start, stop in bucket.gaps:
             shard[max(start - base, 0) : max(stop - base, 0)].zero_()
-        master, moments, parts = unit.states.master, unit.states.moments, []
+        master, moments, parts = unit.master, unit.moments, []
         for piece, start, stop in self._ranges(group):
             run, first, grad = slice(start - base, stop - base), start - piece.start, piece.master.grad
             if grad is None:

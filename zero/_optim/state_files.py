@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from zcomm import Topology
 from zero._config.settings import ZeroSettings
 from zero._optim.cpu_optimizer_base import CPUOptimizer
-from zero._optim.gradient_files import GradientFiles
+from zero._optim.gradient_files import GradientFiles, GradientInMemory
 from zero._optim.host_adam import describe_update
 from zero._optim.masters import MasterPiece
 from zero._optim.optimizer_clone import moments_of
@@ -50,7 +50,8 @@ class LoadedSubGroup:
     def __init__(self, files: StateFiles, group: SubGroup, *, reads: bool, moments: bool = True) -> None:
         self._files, self._group = files, group
         self._buffers: list[Tensor] = []
-        self._transfers: list[Transfer] = []
+        self._transfers: list[Transfer | GradientInMemory] = []
+        self.gradient: GradientInMemory | None = None
         store = files.store
         try:
             self._buffers.append(store.buffer(files.master_nbytes(group)))
@@ -93,8 +94,13 @@ class LoadedSubGroup:
         if error is not None:
             raise error
 
+    def add_gradient(self, gradient: GradientInMemory) -> None:
+        """Hold ``gradient``, too: it is waited for and freed with the rest, and not written."""
+        self.gradient = gradient
+        self._transfers.append(gradient)
+
     def start_write(self) -> None:
-        """Start to write everything to the extent that :meth:`StateFiles.commit` will make valid."""
+        """Start to write masters and moments to the extent that :meth:`StateFiles.commit` will make valid."""
         files, group, store = self._files, self._group, self._files.store
         at = files.master_offset(group, new=True)
         self._transfers.append(store.write(files.masters_file, at, self._buffers[0]))
@@ -107,6 +113,8 @@ class LoadedSubGroup:
         for buffer in self._buffers:
             self._files.store.give(buffer)
         self._buffers.clear()
+        if self.gradient is not None:
+            self.gradient.free()
 
 
 class StateFiles(RuntimePart):
@@ -220,10 +228,6 @@ class StateFiles(RuntimePart):
         for group in groups:
             group.is_second = not group.is_second
             group.has_moments = group.has_moments or bool(self.moments)
-
-    def load(self, group: SubGroup) -> LoadedSubGroup:
-        """Start to read a sub-group."""
-        return LoadedSubGroup(self, group, reads=True)
 
     @contextmanager
     def _loaded(self, group: SubGroup, *, reads: bool, moments: bool = True) -> Iterator[LoadedSubGroup]:

@@ -80,8 +80,7 @@ class GatheredEdits:
         """Broadcast one bucket and update its masters; which of ``chosen`` changed in this rank's rows."""
         changed = dict.fromkeys(chosen, False)
         with self._open_masters([bucket]):
-            assert bucket.full is not None, "values can only be adopted from full parameters"
-            control.broadcast_(bucket.full, rank, self._topology)
+            control.broadcast_(bucket.buffer, rank, self._topology)
             row = self._topology.shard_index("local")
             rows = bucket.own_rows(self._stage, row)
             base = row * rows.numel() if self._stage.shards_states else 0

@@ -46,7 +46,8 @@ def partition_model(
         Exception: What went wrong on a rank, on every rank; :func:`gather_partitioned` undoes what was done until then.
     """
     on_every_rank(lambda: _check_same_ranks(buckets, topology), topology)
-    constructions = {construction_of(param) for bucket in buckets for param in bucket.params} - {None}
+    found = (construction_of(param) for bucket in buckets for param in bucket.params)
+    constructions = {construction for construction in found if construction is not None}
     for buffer in model.buffers():
         _broadcast_buffer(buffer.detach(), topology)
     for bucket in buckets:
@@ -62,8 +63,7 @@ def partition_model(
             _restore_full(bucket, full)
             raise
     for construction in constructions:
-        if construction is not None:
-            construction.close_if_unused()
+        construction.close_if_unused()
 
 
 def _broadcast_buffer(buffer: Tensor, topology: Topology) -> None:

@@ -182,11 +182,6 @@ class Runtime:
         infos: list[ShardInfo] = [p.zero_shard for p in params if is_managed(p)]  # type: ignore[attr-defined]
         return bool(infos) and all(info.owner is self and self.hooks.use(info.bucket, info.name) for info in infos)
 
-    def check_open(self) -> None:
-        """Raise StateError after :meth:`close`."""
-        if self.is_closed:
-            raise StateError("this optimizer is closed: make another one, or use it before close()")
-
     def check_not_suspended(self) -> None:
         """Raise StateError if ``offload_states`` has moved anything."""
         if self.suspended is not None:
@@ -240,8 +235,7 @@ class Runtime:
             # A bucket that is gathered right now keeps its buffer, so its values are replaced in place.
             if self.stage.shards_parameters and not bucket.is_persistent and bucket.is_full:
                 own = on_every_rank(bucket.storage.read, self.topology).to(bucket.device)
-                assert bucket.full is not None, f"bucket {bucket.name!r} is full without a buffer"
-                for work in start_gather(bucket, bucket.full, own, self.gatherer.options):
+                for work in start_gather(bucket, bucket.buffer, own, self.gatherer.options):
                     work.wait()
 
     @contextmanager
@@ -325,7 +319,8 @@ class Runtime:
 
     def check_model_unchanged(self) -> None:
         """Raise StateError if a parameter was added, replaced, moved or unfrozen, or its values edited."""
-        self.check_open()
+        if self.is_closed:
+            raise StateError("this optimizer is closed: make another one, or use it before close()")
         self.check_not_suspended()
         check_model_unchanged(self.model, self.buckets)
         self._write_back.debug_copies.check()

@@ -54,8 +54,7 @@ class SuspendedMemory:
             storage.resize_(copy.numel())
             _bytes_of(storage).copy_(copy, non_blocking=non_blocking)
         for bucket in self._hidden:
-            assert bucket.full is not None, "a bucket that was full has lost its buffer"
-            for param, view in zip(bucket.params, bucket.views(bucket.full), strict=True):
+            for param, view in zip(bucket.params, bucket.views(bucket.buffer), strict=True):
                 make_full(param, view)
         for handle in self.handles:
             handle.remove()

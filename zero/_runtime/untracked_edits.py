@@ -66,8 +66,7 @@ class DebugCopies:
 
     def _check_here(self) -> None:
         for bucket, copy in self._copies.items():
-            assert bucket.full is not None, "below stage 3 parameters are always full"
-            both = zip(bucket.layout.slots, bucket.views(bucket.full), bucket.views(copy), strict=True)
+            both = zip(bucket.layout.slots, bucket.views(bucket.buffer), bucket.views(copy), strict=True)
             changed = [slot.name for slot, now, then in both if not _has_same_bits(now, then)]
             if changed:
                 raise StateError(

@@ -177,6 +177,12 @@ class Bucket:
         """Whether parameters are views of the buffer: FULL or RESTING."""
         return self.state is BucketState.FULL or self.state is BucketState.RESTING
 
+    @property
+    def buffer(self) -> Tensor:
+        """:attr:`full`, which must be there."""
+        assert self.full is not None, f"bucket {self.name!r} has no buffer: it is {self.state.value}"
+        return self.full
+
     def flatten(self) -> Tensor:
         """A new flat buffer with the parameters' values; padding and released parameters are zero."""
         full = torch.zeros(self.layout.numel, dtype=self.dtype, device=self.device)
@@ -299,8 +305,7 @@ class Bucket:
     def copy_back_moved(self) -> None:
         """Copy the values of :meth:`moved_slots` into the full buffer: exchanges send only what is there."""
         for slot in self.moved_slots():
-            assert self.full is not None, f"bucket {self.name!r} is full without a buffer"
-            param, view = self.params[slot], self.views(self.full)[slot]
+            param, view = self.params[slot], self.views(self.buffer)[slot]
             view.copy_(param.detach())
             param.data = view
 
@@ -330,7 +335,6 @@ class Bucket:
 
     def own_rows(self, stage: Stage, shard_index: int) -> Tensor:
         """The part of the full bucket whose master this rank has."""
-        assert self.full is not None, f"rows of bucket {self.name!r}, which is not full"
         if not stage.shards_states:
-            return self.full
-        return self.full[shard_index * self.layout.shard_numel : (shard_index + 1) * self.layout.shard_numel]
+            return self.buffer
+        return self.buffer[shard_index * self.layout.shard_numel : (shard_index + 1) * self.layout.shard_numel]

@@ -78,7 +78,11 @@ def make_plan(uses: Sequence[Use], exchanges: Sequence[Sequence[int]], limits: L
         exchanges: For each bucket, the elements that each exchange of its gather carries, in order.
         limits: How much may be prefetched and kept.
     """
-    return _Planner(uses, exchanges, limits).plan()
+    planner = _Planner(uses, exchanges, limits)
+    planner.plan_keeping()
+    planner.plan_prefetches()
+    prefetches = tuple(map(tuple, planner.prefetches))
+    return PrefetchPlan(tuple(uses), prefetches, tuple(planner.keeps), tuple(planner.gathers), planner.needed_numel)
 
 
 class _Planner:
@@ -103,17 +107,6 @@ class _Planner:
         self.prefetches: list[list[Prefetch]] = [[] for _ in uses]
         self.gathers: list[int] = []
 
-    def plan(self) -> PrefetchPlan:
-        self._plan_keeping()
-        self._plan_prefetches()
-        return PrefetchPlan(
-            tuple(self.uses),
-            tuple(map(tuple, self.prefetches)),
-            tuple(self.keeps),
-            tuple(self.gathers),
-            self.needed_numel,
-        )
-
     def _hold(self, start: int, stop: int, numel: int) -> None:
         for position in range(start, min(stop, len(self.live))):
             self.live[position] += numel
@@ -121,7 +114,7 @@ class _Planner:
     def _fits(self, position: int, numel: int) -> bool:
         return self.live[position] + numel <= self.limits.live_numel
 
-    def _plan_keeping(self) -> None:
+    def plan_keeping(self) -> None:
         before = [0, *accumulate(self.numel)]
         for position, use in enumerate(self.uses):
             again = self.next[position]
@@ -131,7 +124,7 @@ class _Planner:
                 self.keeps[position] = True
                 self._hold(use.end, again, self.numel[position])
 
-    def _plan_prefetches(self) -> None:
+    def plan_prefetches(self) -> None:
         earliest = 0  # S3: not before the gathers of earlier uses have started
         free_from: dict[int, int] = {}
         kept: set[int] = set()
