@@ -52,14 +52,9 @@ def gather_options(settings: ZeroSettings, effective: Effective, topology: Topol
     tier, max_numel = settings.tiers.parameters, settings.allgather_bucket_size
     if tier.tier is Tier.NVME:  # an exchange sends what one staging buffer holds
         max_numel = min(max_numel, tier.buffer_numel * topology.world_size)
-    return GatherOptions(
-        topology,
-        effective.weight_format,
-        settings.overlap_comm,
-        min(effective.limits.prefetch_numel or max_numel, max_numel),
-        max_numel,
-        settings.hpz_secondary_device == "cpu",
-    )
+    first_numel = min(effective.limits.prefetch_numel or max_numel, max_numel)
+    wire, is_async, on_host = effective.weight_format, settings.overlap_comm, settings.hpz_secondary_device == "cpu"
+    return GatherOptions(topology, wire, is_async, first_numel, max_numel, on_host)
 
 
 def start_gather(bucket: Bucket, full: Tensor, shard: Tensor, options: GatherOptions) -> list[Work]:
@@ -78,17 +73,10 @@ def _gather_columns(
     full: Tensor, own: Tensor, columns: tuple[int, int], options: GatherOptions, wire: str
 ) -> Work | None:
     """Gather columns ``[start, stop)`` of the shards into ``full``; ``own`` is this rank's part."""
-    start, stop = columns
-    world_size = options.topology.world_size
-    is_all = (stop - start) * world_size == full.numel()
-    return all_gather_single(
-        full if is_all else full.view(world_size, -1)[:, start:stop],
-        own,
-        options.topology,
-        format=wire,
-        numbering="local",
-        async_op=options.is_async,
-    )
+    (start, stop), topology = columns, options.topology
+    is_all = (stop - start) * topology.world_size == full.numel()
+    output = full if is_all else full.view(topology.world_size, -1)[:, start:stop]
+    return all_gather_single(output, own, topology, format=wire, numbering="local", async_op=options.is_async)
 
 
 class ParameterSource(Protocol):

@@ -213,7 +213,7 @@ class Gatherer(RuntimePart):
             return
         starts = () if bucket.index in self._in_use else self._start_use(bucket, mode)
         if bucket.state is BucketState.RESTING:
-            bucket.wake()
+            bucket.move(BucketState.FULL)
         elif bucket.state is not BucketState.FULL:
             self._issue(bucket)
         for start in starts:
@@ -372,7 +372,7 @@ class Gatherer(RuntimePart):
         if bucket.index in self._in_use:
             schedule = self._in_use.pop(bucket.index)
             if schedule is not None and schedule.end_use(bucket.index) and may_keep and bucket.is_full:
-                bucket.rest()
+                bucket.move(BucketState.RESTING)
         if bucket.state is not BucketState.RESTING:
             self._release(bucket)
 

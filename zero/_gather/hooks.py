@@ -173,11 +173,8 @@ class Hooks(RuntimePart):
             return False
         module = self._forwards[-1].module
         if self._gatherer.is_log_rank:
-            logger.info(
-                "%r is used by the forward of a %s that does not own it: gathered for it from here on",
-                name,
-                type(module).__name__,
-            )
+            text = "%r is used by the forward of a %s that does not own it: gathered for it from here on"
+            logger.info(text, name, type(module).__name__)
         if bucket not in self._buckets_of[module]:
             self._buckets_of[module].append(bucket)
             bucket.hold(Hold.FORWARD)
@@ -235,9 +232,6 @@ class Hooks(RuntimePart):
     def _hook_gradient(self, param: nn.Parameter, bucket: int, slot: int) -> None:
         grads = self._reducer.by_bucket[bucket]
 
-        def before(grad: Tensor) -> None:  # noqa: ARG001
-            self._start_backward()
-
         def after(param: Tensor) -> None:  # noqa: ARG001
             num_before = len(grads.arrived)
             self._reducer.take_gradient(grads, slot)
@@ -246,7 +240,7 @@ class Hooks(RuntimePart):
 
         arrival = param.register_post_accumulate_grad_hook(after)  # type: ignore[no-untyped-call]
         self._arrivals.append((arrival.hooks_dict_ref(), arrival.id))
-        self._handles += [param.register_hook(before), arrival]  # type: ignore[no-untyped-call]
+        self._handles += [param.register_hook(lambda _: self._start_backward()), arrival]  # type: ignore[no-untyped-call]
 
     def _hook_module(self, module: nn.Module) -> None:
         # Dynamo must not trace the hooks: it would bake this iteration's decisions into the compiled graph. A call that

@@ -78,7 +78,7 @@ class GradAttributes:
             for i in range(len(grads.stand_ins)):
                 if sys.getrefcount(grads.stand_ins[i]) > NUM_REFERENCES:
                     param, old = grads.bucket.params[i], grads.stand_ins[i]
-                    grads.stand_ins[i] = ReducedGradient.of(old.zero_name, param.shape, grads.dtype, param.device)
+                    grads.stand_ins[i] = ReducedGradient.of(old.zero_name, param, grads.dtype)
 
     def changed(self) -> list[UserGradient]:
         """The parameters whose ``.grad`` is not what this library set.

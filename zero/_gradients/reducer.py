@@ -146,7 +146,7 @@ class Reducer(RuntimePart):
         for slot, param in zip(bucket.layout.slots, bucket.params, strict=True):
             if param.dtype != dtype:
                 param.grad_dtype = dtype  # autograd, too, sums a parameter's several uses in it
-            grads.stand_ins.append(ReducedGradient.of(slot.name, param.shape, dtype, param.device))
+            grads.stand_ins.append(ReducedGradient.of(slot.name, param, dtype))
         self.reduction.prepare(grads)
         return grads
 

@@ -147,6 +147,8 @@ class DelayedUpdate(RuntimePart):
 
     def __init__(self, buckets: Sequence[Bucket], topology: Topology) -> None:
         self.buckets, self._topology = list(buckets), topology
+        self.is_used = bool(buckets)
+        """Whether any updates are delayed."""
         self.num_updates = 0
         """Updates so far, delayed or not."""
         # Two buffers: update k writes to one while the parameters of update k - 1, in the other, are written back
@@ -161,11 +163,6 @@ class DelayedUpdate(RuntimePart):
         """None while there is a job: it has failed, and :meth:`finish` runs it again."""
         # One thread: updates must run in order.
         self._thread = threads().Executor(1, thread_name_prefix="zero-update")
-
-    @property
-    def is_used(self) -> bool:
-        """Whether any updates are delayed."""
-        return bool(self.buckets)
 
     @property
     def has_pending_update(self) -> bool:

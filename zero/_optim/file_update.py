@@ -19,10 +19,9 @@ from zero._optim.cpu_optimizer_base import CPUOptimizer
 from zero._optim.masters import MasterPiece
 from zero._optim.state_files import LoadedSubGroup, StateFiles
 from zero._optim.step_pieces import numbers_of_groups, step_leaves
-from zero._optim.sub_groups import SubGroup
+from zero._optim.sub_groups import SubGroup, new_pipeline
 from zero._sharding.bucket import Bucket
 from zero._storage.poison import placeholder
-from zero._storage.swap_pipeline import Pipeline
 
 
 class LoadedMaster(NamedTuple):
@@ -46,6 +45,10 @@ class FileUpdate:
         for piece in pieces:
             if piece.bucket in self._pieces:
                 self._pieces[piece.bucket].append(piece)
+        self.is_used = bool(self._pieces)
+        """Whether there is anything in files."""
+        self.keeps_previous = files.settings.keeps_previous
+        """Whether the files keep the previous values until a run is committed."""
         self._number_of: dict[int, int] = {}
         self._group_of = numbers_of_groups(inner)
         self._done: list[SubGroup] = []
@@ -61,14 +64,7 @@ class FileUpdate:
         self._done, self._states = [], {}
         leaves = [param for group in self._inner.param_groups for param in group["params"]]
         self._number_of = {id(leaf): number for number, leaf in enumerate(leaves)}
-        settings = self._files.settings
         self._files.gradients.raise_error()
-        pipeline: Pipeline[SubGroup, LoadedSubGroup] = Pipeline(
-            self._load,
-            num_buffers=settings.num_buffers,
-            reads_ahead=settings.reads_ahead,
-            writes_behind=settings.writes_behind,
-        )
         groups = [group for group in self._files.groups if all_buckets or self._has_gradient(group)]
         before = [_numbers(group) for group in self._inner.param_groups]
 
@@ -82,7 +78,7 @@ class FileUpdate:
             self._done.append(group)
 
         try:
-            pipeline.run(groups, update)
+            new_pipeline(self._load, self._files.settings).run(groups, update)
         except BaseException:
             restore_numbers()
             raise
@@ -95,16 +91,6 @@ class FileUpdate:
                 if id(piece.master) in self._states:
                     self._inner.state[piece.master] = self._states[id(piece.master)]
         self._done, self._states = [], {}
-
-    @property
-    def is_used(self) -> bool:
-        """Whether there is anything in files."""
-        return bool(self._pieces)
-
-    @property
-    def keeps_previous(self) -> bool:
-        """Whether the files keep the previous values until a run is committed."""
-        return self._files.num_generations == 2
 
     def discard(self) -> None:
         """Undo the last run; the caller must write back the parameters that it wrote."""
@@ -170,14 +156,8 @@ class FileUpdate:
         if isinstance(inner, CPUOptimizer):
             for part in parts:
                 leaf = id(part.piece.master)
-                inner.step_tensor_(
-                    part.master,
-                    part.grad,
-                    inner.param_groups[self._group_of[leaf]],
-                    grad_factor=factor,
-                    out=part.out,
-                    place=(self._number_of[leaf], part.first),
-                )
+                group, place = inner.param_groups[self._group_of[leaf]], (self._number_of[leaf], part.first)
+                inner.step_tensor_(part.master, part.grad, group, grad_factor=factor, out=part.out, place=place)
             return
         leaves: dict[int, list[Tensor]] = defaultdict(list)
         for part in parts:

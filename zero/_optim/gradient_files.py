@@ -21,14 +21,14 @@ import torch
 from torch import Tensor
 
 from zcomm import Topology
+from zero._config.settings import ZeroSettings
 from zero._optim.loss_scale import is_nonfinite
-from zero._optim.sub_groups import SubGroup, pages
+from zero._optim.sub_groups import SubGroup, new_pipeline, pages
 from zero._ranks.rank_errors import on_every_rank
 from zero._sharding.bucket import Bucket, master_dtype
 from zero._storage.file_store import FileStore, Transfer
 from zero._storage.host_memory import HostMemory, PendingCopy
-from zero._storage.swap_pipeline import Pipeline
-from zero._storage.tier_settings import StateTier, Tiers
+from zero._storage.tier_settings import StateTier
 
 Result = TypeVar("Result")
 KIND = "gradients"
@@ -98,8 +98,7 @@ class GradientFiles:
 
     Args:
         groups_of: The sub-groups of each bucket; without any, there is no file and nothing to do.
-        dtype: The dtype of sums; None: as the masters.
-        tiers: Folder, number of buffers, and how files are read and written.
+        settings: Folder, number of buffers, how files are read and written, and the dtype of sums.
         topology: The ranks.
 
     Raises:
@@ -107,12 +106,9 @@ class GradientFiles:
     """
 
     def __init__(
-        self,
-        groups_of: Mapping[Bucket, Sequence[SubGroup]],
-        dtype: torch.dtype | None,
-        tiers: Tiers,
-        topology: Topology,
+        self, groups_of: Mapping[Bucket, Sequence[SubGroup]], settings: ZeroSettings, topology: Topology
     ) -> None:
+        tiers, dtype = settings.tiers, settings.gradient_dtype
         self.settings: StateTier = tiers.states
         self.groups_of, self._topology = groups_of, topology
         self.gradient_of: dict[Bucket, FileGradient] = {}
@@ -255,20 +251,13 @@ class FileGradient:
     def _accumulate(self, mean: Tensor) -> None:
         self._files.drain()
         self.raise_error()
-        settings = self._files.settings
-        pipeline: Pipeline[SubGroup, GradientInMemory] = Pipeline(
-            lambda group: self.load(group, room=self._wide),
-            num_buffers=settings.num_buffers,
-            reads_ahead=settings.reads_ahead,
-            writes_behind=settings.writes_behind,
-        )
 
         def add(group: SubGroup, unit: GradientInMemory) -> None:
             part = self._host.empty(group.numel, self._sent)
             self._host.fetch_gradient(mean[group.start : group.stop], part).wait()
             self.note_overflow(unit.widen(self._wide).add_(part))
 
-        pipeline.run(self._groups, add)
+        new_pipeline(lambda group: self.load(group, room=self._wide), self._files.settings).run(self._groups, add)
         self._dtype = self._wide
 
     def load(self, group: SubGroup, *, room: torch.dtype | None = None) -> GradientInMemory:

@@ -24,16 +24,12 @@ from torch.optim import Adam, AdamW, Optimizer
 from zero._config.resolved import ResolvedConfig
 from zero._optim.cpu_optimizer_base import CPUOptimizer
 from zero._optim.cpu_optimizers import CPUAdam
-from zero._optim.masters import MasterPiece, build_inner
+from zero._optim.masters import GivenOptimizer, Groups, MasterPiece, build_inner
 from zero._sharding.bucket import Bucket
 
 
 def build_updater(
-    optimizer: type[Optimizer] | Optimizer,
-    groups: list[dict[str, Any]],
-    pieces: list[MasterPiece],
-    plan: ResolvedConfig,
-    buckets: Sequence[Bucket],
+    optimizer: GivenOptimizer, groups: Groups, pieces: list[MasterPiece], plan: ResolvedConfig, buckets: list[Bucket]
 ) -> Optimizer:
     """The inner optimizer over ``pieces``, this rank's masters: ``optimizer``, or a CPUAdam in its place.
 

@@ -20,6 +20,11 @@ from zero._optim.optimizer_clone import new_state
 from zero._sharding.bucket import Bucket
 from zero._sharding.stages import Stage
 
+GivenOptimizer = type[Optimizer] | Optimizer
+"""What a user gives: a class or an instance."""
+Groups = list[dict[str, Any]]
+"""Parameter groups."""
+
 
 @dataclass(frozen=True, slots=True)
 class MasterPiece:
@@ -112,10 +117,7 @@ def as_groups(model: nn.Module, optimizer: type[Optimizer] | Optimizer) -> list[
 
 
 def build_inner(
-    optimizer: type[Optimizer] | Optimizer,
-    groups: list[dict[str, Any]],
-    pieces: list[MasterPiece],
-    options: Mapping[str, Any],
+    optimizer: GivenOptimizer, groups: Groups, pieces: list[MasterPiece], options: Mapping[str, Any]
 ) -> Optimizer:
     """The user's optimizer over master pieces instead of parameters; group settings are kept.
 

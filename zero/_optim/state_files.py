@@ -41,7 +41,7 @@ from zero._storage.host_memory import HostMemory
 from zero._storage.poison import is_placeholder, placeholder
 from zero._storage.runtime_part import RuntimePart
 from zero._storage.state_storage import HostStates
-from zero._storage.tier_settings import StateTier, Tier, Tiers
+from zero._storage.tier_settings import StateTier, Tier
 
 
 class LoadedSubGroup:
@@ -125,9 +125,8 @@ class StateFiles(RuntimePart):
     Args:
         trainable: All buckets with states.
         off_device: Those whose states are offloaded: to files, if that is the tier.
-        tiers: Folder, sizes and how files are read and written.
+        settings: Folder, sizes, how files are read and written, and the dtype of sums of gradients.
         topology: The ranks.
-        gradient_dtype: The dtype of sums of gradients; None: as the masters.
 
     With delayed updates gradients stay in host memory: an update reads them while the next step writes new ones.
 
@@ -136,13 +135,9 @@ class StateFiles(RuntimePart):
     """
 
     def __init__(
-        self,
-        trainable: Sequence[Bucket],
-        off_device: Sequence[Bucket],
-        tiers: Tiers,
-        topology: Topology,
-        gradient_dtype: torch.dtype | None,
+        self, trainable: Sequence[Bucket], off_device: Sequence[Bucket], settings: ZeroSettings, topology: Topology
     ) -> None:
+        tiers = settings.tiers
         self.settings: StateTier = tiers.states
         self._total_numel = sum(bucket.layout.numel for bucket in trainable)
         self._num_offloaded = sum(bucket.layout.numel for bucket in off_device)
@@ -152,13 +147,15 @@ class StateFiles(RuntimePart):
         self.num_generations = 2 if tiers.states.keeps_previous else 1
         self.groups_of = {bucket: list(split(bucket, tiers.states.sub_group_numel)) for bucket in buckets}
         self._topology = topology
+        self.groups = [group for groups in self.groups_of.values() for group in groups]
+        """Every sub-group, in order."""
         self._pieces: dict[Bucket, list[MasterPiece]] = {bucket: [] for bucket in buckets}
         at = 0
         for group in self.groups:
             group.masters_at = at
             at += self.num_generations * self.master_nbytes(group)
         if not buckets:
-            self.gradients = GradientFiles({}, gradient_dtype, tiers, topology)
+            self.gradients = GradientFiles({}, settings, topology)
             return
         assert tiers.states.path is not None, "states in files without a folder"
         self.store = FileStore(
@@ -167,7 +164,7 @@ class StateFiles(RuntimePart):
         try:
             self.masters_file = self.moments_file = self.store.create_all({"masters": at})["masters"]
             stored = {} if tiers.states.delays_update else self.groups_of
-            self.gradients = GradientFiles(stored, gradient_dtype, tiers, topology)
+            self.gradients = GradientFiles(stored, settings, topology)
         except BaseException:
             self.store.close()
             raise
@@ -194,11 +191,6 @@ class StateFiles(RuntimePart):
             at += self.num_generations * self.moment_nbytes(group)
         if self.moments:
             self.moments_file = self.store.create_all({"moments": at})["moments"]
-
-    @property
-    def groups(self) -> list[SubGroup]:
-        """Every sub-group, in order."""
-        return [group for groups in self.groups_of.values() for group in groups]
 
     @property
     def nbytes(self) -> int:
@@ -422,7 +414,7 @@ def assign_states(buckets: list[Bucket], settings: ZeroSettings, topology: Topol
             if offloaded + bucket.layout.numel / 2 <= wanted:
                 chosen.insert(0, bucket)
                 offloaded += bucket.layout.numel
-    files = StateFiles(trainable, chosen, tiers, topology, settings.gradient_dtype)
+    files = StateFiles(trainable, chosen, settings, topology)
     host = HostMemory(buckets[0].device, pins=tiers.pins_memory)
     for bucket in chosen:
         is_in_files = bucket in files.groups_of

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from zero._sharding.bucket import Bucket
+from zero._storage.swap_pipeline import L, Pipeline
+from zero._storage.tier_settings import StateTier
 
 PAGE = 4096
 LARGEST_NUMEL = 2**22
@@ -40,6 +42,11 @@ def split(bucket: Bucket, largest: int) -> Iterator[SubGroup]:
     step = max(-(-blocks // parts), 1) * 256
     for start in range(0, numel, step):
         yield SubGroup(bucket, start, min(start + step, numel))
+
+
+def new_pipeline(read: Callable[[SubGroup], L], tier: StateTier) -> Pipeline[SubGroup, L]:
+    """Reads with ``read``, updates and writes sub-groups as ``tier`` says."""
+    return Pipeline(read, num_buffers=tier.num_buffers, reads_ahead=tier.reads_ahead, writes_behind=tier.writes_behind)
 
 
 def pages(nbytes: int) -> int:

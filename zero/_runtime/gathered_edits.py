@@ -8,10 +8,9 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 from torch import Tensor, nn
 
-from zcomm import Topology, control
+from zcomm import control
 from zero._runtime.write_back import WriteBack
 from zero._sharding.bucket import Bucket, num_writes
-from zero._sharding.stages import Stage
 
 Slots = Mapping[Bucket, Collection[int]]
 
@@ -20,20 +19,15 @@ class GatheredEdits:
     """Applies edits of the parameters of one model.
 
     Args:
-        stage: It decides which rows of a bucket this rank's masters are.
-        topology: The ranks.
-        open_masters: A context in which the masters of buckets are in memory and may be changed.
         write_back: Writes back after masters have changed.
+        open_masters: A context in which the masters of buckets are in memory and may be changed.
     """
 
     def __init__(
-        self,
-        stage: Stage,
-        topology: Topology,
-        open_masters: Callable[[list[Bucket]], AbstractContextManager[None]],
-        write_back: WriteBack,
+        self, write_back: WriteBack, open_masters: Callable[[list[Bucket]], AbstractContextManager[None]]
     ) -> None:
-        self._stage, self._topology, self._open_masters, self._write_back = stage, topology, open_masters, write_back
+        self._stage, self._topology = write_back.stage, write_back.topology
+        self._open_masters, self._write_back = open_masters, write_back
 
     @contextmanager
     def modified(self, slots: Slots, rank: int) -> Iterator[None]:

@@ -7,6 +7,7 @@ others would wait for it in the next broadcast: a deadlock. After a failure the 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 from torch import Tensor, nn
@@ -17,30 +18,18 @@ from zero._model.init_shards import construction_of, is_built
 from zero._ranks.rank_errors import on_every_rank
 from zero._sharding.bucket import Bucket, BucketState
 from zero._sharding.released import make_full
-from zero._sharding.stages import Stage
-from zero._storage.parameter_storage import ParameterStorage
 
 
 def partition_model(
-    model: nn.Module,
-    buckets: list[Bucket],
-    stage: Stage,
-    topology: Topology,
-    storage: ParameterStorage,
-    *,
-    keeps_exact_masters: bool,
-    keeps_exact_shards: bool,
+    model: nn.Module, buckets: list[Bucket], topology: Topology, partition: Callable[[Bucket, Tensor], None]
 ) -> None:
     """Shard rank 0's values of ``model`` over the ranks. Collective.
 
     Args:
         model: On its device.
         buckets: Its parameters.
-        stage: What a rank keeps of them.
         topology: The ranks.
-        storage: Where shards are stored.
-        keeps_exact_masters: Full parameters are quantized, so masters are kept beside them.
-        keeps_exact_shards: Full parameters are sums of changes, so shards are kept beside them.
+        partition: Stores this rank's part of the initial values of a bucket.
 
     Raises:
         Exception: What went wrong on a rank, on every rank; :func:`gather_partitioned` undoes what was done until then.
@@ -56,9 +45,8 @@ def partition_model(
             control.broadcast_(full, 0, topology)
         _copy_init_values(bucket, full)
 
-        keeps = {"keeps_exact_master": keeps_exact_masters, "keeps_exact_shard": keeps_exact_shards}
         try:
-            on_every_rank(partial(bucket.partition, full, stage, topology, storage, **keeps), topology)
+            on_every_rank(partial(partition, bucket, full), topology)
         except Exception:
             _restore_full(bucket, full)
             raise

@@ -88,14 +88,9 @@ def measure(runtime: Runtime, optimizer: Optimizer) -> MemoryReport:
     formula = 0.0
     if numel:
         b = trainable[0]
-        formula = model_state_nbytes(
-            numel,
-            stage.number,
-            runtime.topology.world_size,
-            gradient_nbytes=runtime.reducer.all[0].dtype.itemsize,
-            param_nbytes=b.dtype.itemsize,
-            state_nbytes=b.master.dtype.itemsize * (2 if b.master is b.shard else 3),
-        )
+        sizes = {"gradient_nbytes": runtime.reducer.all[0].dtype.itemsize, "param_nbytes": b.dtype.itemsize}
+        sizes["state_nbytes"] = b.master.dtype.itemsize * (2 if b.master is b.shard else 3)
+        formula = model_state_nbytes(numel, stage.number, runtime.topology.world_size, **sizes)
     return MemoryReport(
         parameters=parameters,
         gradients=_nbytes(grads, seen),

@@ -7,13 +7,14 @@ run would train on, but with other bits: its replicas would be the masters round
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from zcomm import LayoutError, Residual, load_residuals
-from zero._gather.gather_sources import DeltaReceiver
+from zero._gather.gatherer import Gatherer
+from zero._runtime.write_back import WriteBack
 from zero._sharding.bucket import Bucket
 from zero._storage.runtime_part import RuntimePart
 
@@ -25,25 +26,19 @@ class ModeState(RuntimePart):
 
     Args:
         buckets: The buckets of the model.
-        replicas: By index of a bucket, what receives the changes of its masters.
+        gatherer: Has what receives the changes of their masters.
         residuals: This rank's residuals, one for each trainable bucket.
-        set_replicas: Gives replicas other values than the masters'; collective.
-        is_log_rank: Whether this rank logs.
+        write_back: Gives replicas other values than the masters'.
     """
 
     state_key = "node"
 
     def __init__(
-        self,
-        buckets: Sequence[Bucket],
-        replicas: Mapping[int, DeltaReceiver],
-        residuals: list[Residual],
-        set_replicas: Callable[[Mapping[Bucket, Tensor]], None],
-        *,
-        is_log_rank: bool,
+        self, buckets: Sequence[Bucket], gatherer: Gatherer, residuals: list[Residual], write_back: WriteBack
     ) -> None:
+        replicas = gatherer.replicas
         self._replicas = {b: replicas[b.index] for b in buckets if b.is_trainable and b.index in replicas}
-        self.residuals, self.set_replicas, self._is_log_rank = residuals, set_replicas, is_log_rank
+        self.residuals, self.set_replicas, self._is_log_rank = residuals, write_back.set_replicas, gatherer.is_log_rank
 
     def replica_shards(self) -> dict[Bucket, Tensor]:
         """The replicas' values of this rank's shard of every trainable bucket."""

@@ -57,6 +57,8 @@ class Runtime:
         plan = on_every_rank(lambda: plan_model(model, settings, topology), topology)
         self.effective, self.buckets = plan.effective, plan.buckets
         self.stage = self.effective.stage
+        self.is_inexact = self.effective.weight_format != "none" or self.effective.change_format is not None
+        """Whether forward reads values that must not be saved: quantized weights, or replicas."""
         check_ranks_agree(self.buckets, settings, topology)
         self.since_ns = time.time_ns()  # when this state was constructed or last loaded
         self.state_dicts: StateDictHooks
@@ -92,13 +94,9 @@ class Runtime:
 
     def _open_gathers(self) -> None:
         options = gather_options(self.settings, self.effective, self.topology)
-        self.parameter_storage = ParameterStorage(
-            self.settings.tiers,
-            self.buckets[0].device,
-            self.topology,
-            self._plans_of_shards(options),
-            total_numel=sum(bucket.layout.shard_numel for bucket in self.buckets),
-        )
+        tiers, device, plans = self.settings.tiers, self.buckets[0].device, self._plans_of_shards(options)
+        total_numel = sum(bucket.layout.shard_numel for bucket in self.buckets)
+        self.parameter_storage = ParameterStorage(tiers, device, self.topology, plans, total_numel=total_numel)
         self.gatherer = Gatherer(
             self.buckets,
             MODES[self.effective.mode].sources(self.buckets, options, self.effective),
@@ -111,9 +109,7 @@ class Runtime:
         )
         self._write_back = WriteBack(self.topology, self.stage, self.gatherer, self.parameter_storage)
         self.write_back = self._write_back.run
-        edits = GatheredEdits(
-            self.stage, self.topology, lambda buckets: self.in_memory(buckets, is_changed=True), self._write_back
-        )
+        edits = GatheredEdits(self._write_back, lambda buckets: self.in_memory(buckets, is_changed=True))
         self.modified, self.adopt_values, self.compare = edits.modified, edits.adopt_values, self.gatherer.compare
 
     def _plans_of_shards(self, options: GatherOptions) -> dict[int, ShardPlan]:
@@ -130,15 +126,13 @@ class Runtime:
     def _build(self, plan: ModelPlan) -> None:
         topology, settings, mode = self.topology, self.settings, MODES[self.effective.mode]
         exact = self.effective.weight_format != "none" and not self.stage.shards_parameters
-        partition_model(
-            self.model,
-            self.buckets,
-            self.stage,
-            topology,
-            self.parameter_storage,
-            keeps_exact_masters=exact,
-            keeps_exact_shards=mode.keeps_exact_shards,
-        )
+        # Full parameters that are quantized, or sums of changes, have exact masters, or shards, beside them.
+        keeps = {"keeps_exact_master": exact, "keeps_exact_shard": mode.keeps_exact_shards}
+
+        def partition(bucket: Bucket, full: Tensor) -> None:
+            bucket.partition(full, self.stage, topology, self.parameter_storage, **keeps)
+
+        partition_model(self.model, self.buckets, topology, partition)
         if self.is_inexact:
             read = (b for b in self.buckets if exact or b.is_persistent or b.index in self.gatherer.replicas)
             self.write_back([b for b in read if b.dtype.is_floating_point])
@@ -157,13 +151,8 @@ class Runtime:
             ),
             topology,
         )
-        self.mode_state = ModeState(
-            self.buckets,
-            self.gatherer.replicas,
-            self.reducer.reduction.residuals,
-            self._write_back.set_replicas,
-            is_log_rank=self.is_log_rank,
-        )
+        residuals = self.reducer.reduction.residuals
+        self.mode_state = ModeState(self.buckets, self.gatherer, residuals, self._write_back)
         self.hooks = Hooks(self.gatherer, self.reducer, self.stage)
         self._attach()
         self.hooks.install(self.model, plan.units, plan.buckets_of_unit)
@@ -284,11 +273,6 @@ class Runtime:
         self.finish_update()
         with bucket.states.in_memory(writes=is_changed):
             yield
-
-    @property
-    def is_inexact(self) -> bool:
-        """Whether forward reads values that must not be saved: quantized weights, or replicas."""
-        return self.effective.weight_format != "none" or self.effective.change_format is not None
 
     @contextmanager
     def exact(self, bucket: Bucket) -> Iterator[list[Tensor]]:

@@ -34,7 +34,7 @@ class WriteBack(RuntimePart):
     def __init__(
         self, topology: Topology, stage: Stage, gatherer: Gatherer, parameter_storage: ParameterStorage
     ) -> None:
-        self._topology, self._stage, self._gatherer, self.phases = topology, stage, gatherer, gatherer.phases
+        self.topology, self.stage, self._gatherer, self.phases = topology, stage, gatherer, gatherer.phases
         self._parameter_storage = parameter_storage
         self.debug_copies = DebugCopies(topology, is_always_full=not stage.shards_parameters)
 
@@ -61,8 +61,8 @@ class WriteBack(RuntimePart):
         self._send_to_replicas(buckets, changed)
         works, replicas = [], self._gatherer.replicas
         with waiting_next():
-            for bucket in buckets if self._stage.shards_states else []:
-                if bucket.is_persistent or not (self._stage.shards_parameters or bucket.index in replicas):
+            for bucket in buckets if self.stage.shards_states else []:
+                if bucket.is_persistent or not (self.stage.shards_parameters or bucket.index in replicas):
                     assert bucket.full is not None, "residents, and below stage 3 all parameters, are always full"
                     works += start_gather(bucket, bucket.full, bucket.shard, self._gatherer.options)
         for work in works:
@@ -83,7 +83,7 @@ class WriteBack(RuntimePart):
     def _finish(self, buckets: Iterable[Bucket], params: Collection[nn.Parameter] | None = None) -> None:
         # A replica is waited for where it is read. Full buffers below stage 3 are ordinary parameters, which the user
         # may read at any time, so their changes must have arrived before this returns.
-        for bucket in buckets if not self._stage.shards_parameters else ():
+        for bucket in buckets if not self.stage.shards_parameters else ():
             if (copy := self._gatherer.replicas.get(bucket.index)) is not None:
                 copy.wait()
         self.debug_copies.remember(buckets)
@@ -104,7 +104,7 @@ class WriteBack(RuntimePart):
                 bucket.update_shard()
 
         if any(bucket.states.is_in_files for bucket in buckets):
-            on_every_rank(update, self._topology)
+            on_every_rank(update, self.topology)
         else:
             update()
 

@@ -14,7 +14,7 @@ The life of the full parameters at stage 3, once they are partitioned; every oth
 
     SHARDED --start_gathering--> GATHERING --expose--> FULL --release--> SHARDED
                                  GATHERING --abandon-> SHARDED
-                                                       FULL --rest--> RESTING --wake--> FULL
+                                                       FULL --move--> RESTING --move--> FULL
                                                                       RESTING --release--> SHARDED
 
 Below stage 3 a bucket is always FULL. So is, at stage 3, that of the small, persistent parameters: it is gathered again
@@ -269,27 +269,19 @@ class Bucket:
             self.storage.target(start, stop, self.master.device).copy_(values[start:stop])
             self.storage.written(start, stop)
 
-    def _move(self, to: BucketState) -> None:
+    def move(self, to: BucketState) -> None:
         if to not in TRANSITIONS[self.state]:
             raise StateError(f"bucket {self.name!r} cannot go from {self.state.value} to {to.value}")
         self.state = to
 
     def start_gathering(self, full: Tensor) -> None:
         """Exchanges start to fill ``full``."""
-        self._move(BucketState.GATHERING)
+        self.move(BucketState.GATHERING)
         self.full, self.exchanges = full, []
-
-    def rest(self) -> None:
-        """Nothing uses the full parameters until their next use."""
-        self._move(BucketState.RESTING)
-
-    def wake(self) -> None:
-        """The next use of resting parameters has come."""
-        self._move(BucketState.FULL)
 
     def expose(self) -> None:
         """The buffer is filled: make parameters views of it."""
-        self._move(BucketState.FULL)
+        self.move(BucketState.FULL)
         assert self.full is not None, f"bucket {self.name!r} is full without a buffer"
         for param, view in zip(self.params, self.views(self.full), strict=True):
             make_full(param, view)
@@ -311,7 +303,7 @@ class Bucket:
 
     def release(self) -> Tensor:
         """Release the parameters; returns their buffer."""
-        self._move(BucketState.SHARDED)
+        self.move(BucketState.SHARDED)
         for param, empty in zip(self.params, self.released_data, strict=True):
             make_released(param, empty)
         full, self.full = self.full, None
@@ -320,7 +312,7 @@ class Bucket:
 
     def abandon(self) -> Tensor | None:
         """Give up a gather; returns the buffer, which may be reused only if all its exchanges have completed."""
-        self._move(BucketState.SHARDED)
+        self.move(BucketState.SHARDED)
         full, self.full = self.full, None
         return full
 

@@ -77,13 +77,7 @@ def _is_metadata(func: Callable[..., Any]) -> bool:
 def _torch_function(refuse: Callable[[Callable[..., Any], Sequence[Any], dict[str, Any]], Any]) -> Any:
     """A ``__torch_function__`` that allows access to metadata such as shape and dtype, and ``refuse`` all else."""
 
-    def answer(
-        cls: type,  # noqa: ARG001
-        func: Callable[..., Any],
-        types: Sequence[type],  # noqa: ARG001
-        args: Sequence[Any] = (),
-        kwargs: Any = None,
-    ) -> Any:
+    def answer(cls: type, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:  # noqa: ARG001
         if _is_metadata(func):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
@@ -217,16 +211,10 @@ class ReducedGradient(Tensor):
 
     @classmethod
     def of(
-        cls,
-        name: str,
-        shape: Sequence[int],
-        dtype: torch.dtype,
-        device: torch.device,
-        *,
-        place: str = "sharded over the ranks",
+        cls, name: str, like: Tensor, dtype: torch.dtype, *, place: str = "sharded over the ranks"
     ) -> ReducedGradient:
-        """The stand-in for the gradient of parameter ``name``; ``place``: where the gradient is."""
-        grad = nan_filled(shape, dtype, device).as_subclass(cls)
+        """The stand-in for the gradient of parameter ``name``, of the shape of ``like``; ``place``: where it is."""
+        grad = nan_filled(like.shape, dtype, like.device).as_subclass(cls)
         grad.zero_name, grad.zero_place = name, place
         return grad
 

@@ -195,8 +195,7 @@ class FinalGradients(GradientConsumer):
                     continue
                 if grads.store.is_in_file:
                     master, name = piece.master, piece.bucket.layout.slots[piece.slot].name
-                    place = "in files of every rank"
-                    master.grad = ReducedGradient.of(name, master.shape, master.dtype, master.device, place=place)
+                    master.grad = ReducedGradient.of(name, master, master.dtype, place="in files of every rank")
                     continue
                 if number not in results:
                     results[number] = reducer.results(grads)
