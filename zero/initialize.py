@@ -30,6 +30,7 @@ from zero.optimizer import ZeroOptimizer
 __all__ = ["Initialized", "add_config_arguments", "initialize"]
 
 logger = logging.getLogger("zero")
+Collate = Callable[[list[Any]], Any]
 
 
 class Initialized(NamedTuple):
@@ -172,15 +173,11 @@ def _choose_scheduler(given: Any, model: nn.Module, optimizer: ZeroOptimizer, co
 
 
 def _new_dataloader(
-    dataset: Any,
-    ranks: DataParallel,
-    batch_sizes: BatchSizes,
-    configuration: Configuration,
-    collate_fn: Callable[[list[Any]], Any] | None,
+    dataset: Any, ranks: DataParallel, sizes: BatchSizes, configuration: Configuration, collate_fn: Collate | None
 ) -> RankDataLoader | None:
     if dataset is None:
         return None
-    if batch_sizes.micro is None:
+    if sizes.micro is None:
         raise ConfigError("training_data needs train_batch_size or train_micro_batch_size_per_gpu")
     drop_last = configuration.values.dataloader_drop_last
-    return RankDataLoader(dataset, ranks, batch_size=batch_sizes.micro, collate_fn=collate_fn, drop_last=drop_last)
+    return RankDataLoader(dataset, ranks, batch_size=sizes.micro, collate_fn=collate_fn, drop_last=drop_last)

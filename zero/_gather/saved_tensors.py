@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -47,8 +46,7 @@ class SavedTensor(NamedTuple):
     version: int
 
 
-@dataclass(frozen=True, slots=True)
-class SavedElsewhere:
+class SavedElsewhere(NamedTuple):
     """A tensor packed by hooks around ours, with their unpack function."""
 
     packed: Any

@@ -120,8 +120,7 @@ class CPUOptimizer(Optimizer, ABC):
     def __init__(
         self, params: Iterable[Any], defaults: dict[str, Any], *, fp32_optimizer_states: bool, maximize: bool
     ) -> None:
-        check_range("lr", defaults["lr"], 0.0, math.inf)
-        check_range("weight_decay", defaults["weight_decay"], 0.0, math.inf)
+        check_ranges(lr=defaults["lr"], weight_decay=defaults["weight_decay"])
         self.moment_dtype = torch.float32 if fp32_optimizer_states else torch.bfloat16
         super().__init__(params, {**defaults, "maximize": maximize})
 
@@ -247,14 +246,15 @@ class CPUOptimizer(Optimizer, ABC):
                     self.state[param][name] = value.detach().to("cpu", torch.float32, copy=True).contiguous()
 
 
-def check_range(name: str, value: Any, least: float, most: float) -> None:
-    """Raise ConfigError unless ``value`` is in ``[least, most)``."""
-    if not least <= float(value) < most:
-        raise ConfigError(f"{name} must be in [{least}, {most}): {name}={value}")
+def check_ranges(most: float = math.inf, **values: Any) -> None:
+    """Raise ConfigError unless all ``values`` are in ``[0, most)``."""
+    for name, value in values.items():
+        if not 0.0 <= float(value) < most:
+            raise ConfigError(f"{name} must be in [0.0, {most}): {name}={value}")
 
 
 def check_betas(betas: tuple[float, float]) -> None:
     if len(betas) != 2:
         raise ConfigError(f"betas must be two numbers: betas={betas}")
     for beta in betas:
-        check_range("betas", beta, 0.0, 1.0)
+        check_ranges(1.0, betas=beta)

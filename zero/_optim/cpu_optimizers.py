@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero._optim.cpu_optimizer_base import CPUOptimizer, Factors, Rule, check_betas, check_range
+from zero._optim.cpu_optimizer_base import CPUOptimizer, Factors, Rule, check_betas, check_ranges
 
 
 class CPUAdam(CPUOptimizer):
@@ -56,7 +56,7 @@ class CPUAdam(CPUOptimizer):
         maximize: bool = False,
     ) -> None:
         check_betas(betas)
-        check_range("eps", eps, 0.0, math.inf)
+        check_ranges(eps=eps)
         defaults = {
             "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad,
             "bias_correction": bias_correction, "adamw_mode": adamw_mode,
@@ -109,9 +109,7 @@ class CPUAdagrad(CPUOptimizer):
         fp32_optimizer_states: bool = True,
         maximize: bool = False,
     ) -> None:
-        check_range("eps", eps, 0.0, math.inf)
-        check_range("lr_decay", lr_decay, 0.0, math.inf)
-        check_range("initial_accumulator_value", initial_accumulator_value, 0.0, math.inf)
+        check_ranges(eps=eps, lr_decay=lr_decay, initial_accumulator_value=initial_accumulator_value)
         defaults = {
             "lr": lr, "lr_decay": lr_decay, "eps": eps, "weight_decay": weight_decay,
             "initial_accumulator_value": initial_accumulator_value,

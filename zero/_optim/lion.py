@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from zero._optim.cpu_optimizer_base import check_betas, check_range
+from zero._optim.cpu_optimizer_base import check_betas, check_ranges
 
 
 class Lion(Optimizer):
@@ -36,8 +35,7 @@ class Lion(Optimizer):
         maximize: bool = False,
     ) -> None:
         check_betas(betas)
-        check_range("lr", lr, 0.0, math.inf)
-        check_range("weight_decay", weight_decay, 0.0, math.inf)
+        check_ranges(lr=lr, weight_decay=weight_decay)
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize})
 
     @torch.no_grad()

@@ -52,15 +52,15 @@ class LoadedSubGroup:
         self._buffers: list[Tensor] = []
         self._transfers: list[Transfer | GradientInMemory] = []
         self.gradient: GradientInMemory | None = None
-        store = files.store
+        store, (masters_at, moments_at) = files.store, files.offsets(group)
         try:
             self._buffers.append(store.buffer(files.master_nbytes(group)))
             if moments and files.moments:
                 self._buffers.append(store.buffer(files.moment_nbytes(group)))
             if reads:
-                self._transfers.append(store.read(files.masters_file, files.master_offset(group), self._buffers[0]))
+                self._transfers.append(store.read(files.masters_file, masters_at, self._buffers[0]))
                 if len(self._buffers) > 1 and group.has_moments:
-                    self._transfers.append(store.read(files.moments_file, files.moment_offset(group), self._buffers[1]))
+                    self._transfers.append(store.read(files.moments_file, moments_at, self._buffers[1]))
         except BaseException:  # the buffers may be the last memory there is: a retry needs them
             with suppress(Exception):
                 self.wait()
@@ -101,12 +101,11 @@ class LoadedSubGroup:
 
     def start_write(self) -> None:
         """Start to write masters and moments to the extent that :meth:`StateFiles.commit` will make valid."""
-        files, group, store = self._files, self._group, self._files.store
-        at = files.master_offset(group, new=True)
-        self._transfers.append(store.write(files.masters_file, at, self._buffers[0]))
+        files, store = self._files, self._files.store
+        masters_at, moments_at = files.offsets(self._group, new=True)
+        self._transfers.append(store.write(files.masters_file, masters_at, self._buffers[0]))
         if len(self._buffers) > 1:
-            at = files.moment_offset(group, new=True)
-            self._transfers.append(store.write(files.moments_file, at, self._buffers[1]))
+            self._transfers.append(store.write(files.moments_file, moments_at, self._buffers[1]))
 
     def free(self) -> None:
         """Return the buffers; no transfer may be in flight."""
@@ -205,15 +204,11 @@ class StateFiles(RuntimePart):
         """Bytes of one extent of moments."""
         return pages(sum(group.numel * dtype.itemsize for dtype in self.moments.values()))
 
-    def master_offset(self, group: SubGroup, *, new: bool = False) -> int:
-        """The offset of the valid masters; ``new``: of those written next."""
-        is_second = (group.is_second != new) if self.num_generations == 2 else False
-        return group.masters_at + is_second * self.master_nbytes(group)
-
-    def moment_offset(self, group: SubGroup, *, new: bool = False) -> int:
-        """The offset of the valid moments; ``new``: of those written next."""
-        is_second = (group.is_second != new) if self.num_generations == 2 else False
-        return group.moments_at + is_second * self.moment_nbytes(group)
+    def offsets(self, group: SubGroup, *, new: bool = False) -> tuple[int, int]:
+        """The offsets of the valid masters and moments; ``new``: of those written next."""
+        if self.num_generations == 1 or group.is_second == new:
+            return group.masters_at, group.moments_at
+        return group.masters_at + self.master_nbytes(group), group.moments_at + self.moment_nbytes(group)
 
     def commit(self, groups: Sequence[SubGroup]) -> None:
         """Make what was last written of ``groups`` valid, masters and moments."""
@@ -251,9 +246,9 @@ class StateFiles(RuntimePart):
 
     def _read_run(self, group: SubGroup, moment: str, nbytes_before: int, target: Tensor) -> None:
         """Fill ``target`` from byte ``nbytes_before`` of a run; reads whole pages, as direct I/O must."""
-        file, at = self.masters_file, self.master_offset(group)
+        file, (at, moments_at) = self.masters_file, self.offsets(group)
         if moment:
-            file, at = self.moments_file, self.moment_offset(group)
+            file, at = self.moments_file, moments_at
             for name, dtype in self.moments.items():
                 if name == moment:
                     break

@@ -160,10 +160,8 @@ class Runtime:
     def _attach(self) -> None:
         for bucket in self.buckets:
             for index, (param, slot) in enumerate(zip(bucket.params, bucket.layout.slots, strict=True)):
-                shape = torch.Size(slot.shape)
-                param.zero_shard = ShardInfo(  # type: ignore[attr-defined]
-                    slot.name, shape, bucket.dtype, bucket, index, self
-                )
+                info = ShardInfo(slot.name, torch.Size(slot.shape), bucket.dtype, bucket, index, self)
+                param.zero_shard = info  # type: ignore[attr-defined]
 
     def gather_for_use(self, params: Sequence[nn.Parameter]) -> bool:
         """Gather released ``params`` for the module whose forward uses them; False if no forward runs."""

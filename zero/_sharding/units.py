@@ -102,9 +102,8 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def _is_too_large(module: nn.Module, max_numel: int) -> bool:
-    if isinstance(module, USING_THEIR_CHILDREN):
-        return False
-    return sum(param.numel() for param in module.parameters()) > max_numel
+    numel = sum(param.numel() for param in module.parameters())
+    return numel > max_numel and not isinstance(module, USING_THEIR_CHILDREN)
 
 
 def _is_divisible(module: nn.Module) -> bool:

@@ -100,15 +100,9 @@ class Update:
         return is_delayed
 
     def _run_delayed(self, delayed: DelayedUpdate) -> None:
+        """Start the delayed update, update what is on the device at once, and write back."""
         # Update k starts before the parameters of update k - 1 are written back: it overlaps that exchange, too.
         delayed.finish()
-        self._start_delayed(delayed)
-        buckets = self._immediate_buckets + delayed.write_shards()
-        if buckets:
-            self._write_back(sorted(buckets, key=lambda bucket: bucket.index))
-
-    def _start_delayed(self, delayed: DelayedUpdate) -> None:
-        """Start the delayed update, and update what is on the device, if anything, at once."""
         runtime, factor = self._runtime, self._gradients.factor.item()
         self._gradients.prepare_update(widens=False)
         gradients = runtime.reducer.detach_host_sums()
@@ -117,6 +111,9 @@ class Update:
             step_pieces(self._inner, self._immediate_pieces, factor)
         for bucket in self._immediate_buckets if not self.folds else []:
             bucket.update_shard()
+        buckets = self._immediate_buckets + delayed.write_shards()
+        if buckets:
+            self._write_back(sorted(buckets, key=lambda bucket: bucket.index))
 
     def on_step_error(self, error: BaseException) -> None:
         """``error`` has ended the step. After an interrupt, drop gradients: some may be applied already."""
