@@ -37,10 +37,6 @@ class Accumulation:
         self.holds_unreduced |= not reduces
         return reduces
 
-    def restart(self) -> None:
-        """The next backward is the first of a step."""
-        self.num_started = 0
-
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Inside, backwards reduce nothing."""

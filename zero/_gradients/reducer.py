@@ -391,10 +391,10 @@ class Reducer(RuntimePart):
     def discard_step(self) -> None:
         """Drop all gradients: the next backward is the first of a new step."""
         self.zero()
-        self.accumulation.restart()
+        self.accumulation.num_started = 0
 
     def step_ended(self) -> None:
-        self.accumulation.restart()
+        self.accumulation.num_started = 0
         self.facts.end_step(self.shown.edits())
 
     def held(self) -> dict[str, int]:

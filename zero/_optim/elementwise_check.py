@@ -320,18 +320,16 @@ class _Trial:
             is_same = (off <= TOLERANCES[self._dtype] * gone + rounding * largest) | (other == full)
             is_off = ~(is_same | (other.isnan() & full.isnan()))
             if is_off.any():
-                return self._described(step, off.nan_to_num(torch.inf) * is_off, gone)
+                off = off.nan_to_num(torch.inf) * is_off
+                where = int(off.nan_to_num(0).argmax())
+                run = next(run for run in self._tensors if run.start <= where < run.stop)
+                by = off[where] / gone[where].clamp_min(torch.finfo(self._dtype).tiny)
+                return (
+                    f"an element of a tensor of shape {run.shape} in parameter group {self._number(run.group)} is "
+                    f"{off[where]:.3g} off in step {step + 1}, {by:.3g} of the distance it moved"
+                )
             before = full
         return ""
-
-    def _described(self, step: int, off: Tensor, gone: Tensor) -> str:
-        where = int(off.nan_to_num(0).argmax())
-        run = next(run for run in self._tensors if run.start <= where < run.stop)
-        by = off[where] / gone[where].clamp_min(torch.finfo(self._dtype).tiny)
-        return (
-            f"an element of a tensor of shape {run.shape} in parameter group {self._number(run.group)} is "
-            f"{off[where]:.3g} off in step {step + 1}, {by:.3g} of the distance it moved"
-        )
 
     def _number(self, index: int) -> int:
         """The optimizer's own index of the group that is tried as ``index``."""

@@ -171,14 +171,13 @@ class FileUpdate:
     def _keep_state(self, part: LoadedMaster, state: Mapping[str, Any]) -> None:
         """Copy moments to the buffer that is written; keep the rest for the commit."""
         kept: dict[str, Any] = {}
+        named = self._inner.moments if isinstance(self._inner, CPUOptimizer) else ()
         for name, value in state.items():
             if name in part.moments:
                 if value.data_ptr() != part.moments[name].data_ptr():
                     part.moments[name].copy_(value)
                 kept[name] = placeholder(part.piece.master.numel(), value.dtype)
-            elif isinstance(value, Tensor) and (
-                value.numel() == part.master.numel() > 1 or name in _moments(self._inner)
-            ):
+            elif isinstance(value, Tensor) and (value.numel() == part.master.numel() > 1 or name in named):
                 raise StateError(
                     f"{type(self._inner).__name__} keeps {name!r} for each element, which it did not in a trial step: "
                     "the files have no room for it; use offload_optimizer.device 'cpu'"
@@ -190,7 +189,3 @@ class FileUpdate:
 
 def _numbers(group: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if isinstance(value, (int, float))}
-
-
-def _moments(inner: Optimizer) -> tuple[str, ...]:
-    return inner.moments if isinstance(inner, CPUOptimizer) else ()

@@ -164,17 +164,14 @@ class WarmupCosineLR(_BatchScheduler):
         super().__init__(optimizer, last_batch_iteration)
 
     def get_lr(self) -> list[float]:  # type: ignore[override]
-        ratio = self._ratio()
+        ratio = 0.0
+        if 0 <= self.batch < self._ramp.num_steps:
+            ratio = self._min_ratio + (1 - self._min_ratio) * self._ramp(self.batch)
+        elif self.batch >= 0:
+            done = (self.batch - self._ramp.num_steps + 1) / max(1, self._total - self._ramp.num_steps)
+            cosine = (1 + math.cos(math.pi * min(1.0, done))) / 2
+            ratio = max(0.0, self._last_ratio + (1 - self._last_ratio) * cosine)
         return [float(lr) * ratio for lr in self.base_lrs]
-
-    def _ratio(self) -> float:
-        if self.batch < 0:
-            return 0.0
-        if self.batch < self._ramp.num_steps:
-            return self._min_ratio + (1 - self._min_ratio) * self._ramp(self.batch)
-        done = (self.batch - self._ramp.num_steps + 1) / max(1, self._total - self._ramp.num_steps)
-        cosine = (1 + math.cos(math.pi * min(1.0, done))) / 2
-        return max(0.0, self._last_ratio + (1 - self._last_ratio) * cosine)
 
 
 class LRRangeTest(_BatchScheduler):

@@ -140,17 +140,12 @@ class Runtime:
         # Reductions have a topology, and so process groups, of their own: gathers and reductions are started in orders
         # that need not match between them, and on one group that would be a deadlock.
         companion = topology.companion
-        self.reducer = on_every_rank(
-            lambda: Reducer(
-                self.buckets,
-                mode.reduction(companion, settings, self.effective),
-                topology,
-                self.pool,
-                lambda: self.gatherer.checksum,
-                self.phases,
-            ),
-            topology,
-        )
+
+        def new_reducer() -> Reducer:
+            reduction = mode.reduction(companion, settings, self.effective)
+            return Reducer(self.buckets, reduction, topology, self.pool, lambda: self.gatherer.checksum, self.phases)
+
+        self.reducer = on_every_rank(new_reducer, topology)
         residuals = self.reducer.reduction.residuals
         self.mode_state = ModeState(self.buckets, self.gatherer, residuals, self._write_back)
         self.hooks = Hooks(self.gatherer, self.reducer, self.stage)

@@ -93,15 +93,12 @@ def _understand(
     tier = plan.settings.tiers.states
     if tier.tier is not Tier.DEVICE and tier.ratio == 1:
         device = torch.device("cpu")
-    trial = (
-        build_inner(optimizer, [{"params": []}], [], plan.optimizer_options)
-        if isinstance(optimizer, type)
-        else optimizer
-    )
+    own_options = plan.optimizer_options
+    trial = build_inner(optimizer, [{"params": []}], [], own_options) if isinstance(optimizer, type) else optimizer
     if isinstance(trial, CPUOptimizer):
         _check_fits_host(trial, device, [p.dtype for p in model.parameters() if p.requires_grad])
     else:
-        check_elementwise(optimizer, plan.optimizer_options, device)
+        check_elementwise(optimizer, own_options, device)
         check_states(trial, device)
     return plan
 

@@ -157,13 +157,6 @@ class _Planner:
 
 
 @dataclass(slots=True)
-class _RecordedUse:
-    bucket: int
-    end: int = 0
-    """0: it has not ended."""
-
-
-@dataclass(slots=True)
 class Schedule:
     """Records the order of uses, and follows the plan made of it as long as the order repeats itself."""
 
@@ -172,7 +165,10 @@ class Schedule:
     plan: PrefetchPlan | None = None
     is_following: bool = False
     """Whether this iteration has followed the plan so far. If not, its order makes the next plan."""
-    _recorded: list[_RecordedUse] = field(default_factory=list)
+    _recorded: list[int] = field(default_factory=list)
+    """The bucket of each use so far."""
+    _ends: list[int] = field(default_factory=list)
+    """Where each use ended; 0: it has not."""
     _in_use: dict[int, int] = field(default_factory=dict)
 
     @property
@@ -198,7 +194,8 @@ class Schedule:
     def start_use(self, bucket: int) -> tuple[Prefetch, ...]:
         """Record the start of a use of ``bucket``, which must be the expected one; returns what to prefetch now."""
         position = self.position
-        self._recorded.append(_RecordedUse(bucket))
+        self._recorded.append(bucket)
+        self._ends.append(0)
         self._in_use[bucket] = position
         if bucket == END_OF_BACKWARD:
             self.end_use(bucket)
@@ -220,7 +217,7 @@ class Schedule:
         position = self._in_use.pop(bucket, None)
         if position is None:
             return False
-        self._recorded[position].end = self.position
+        self._ends[position] = self.position
         return self.plan is not None and self.is_following and self.plan.keeps[position]
 
     @property
@@ -230,7 +227,7 @@ class Schedule:
 
     def recorded(self) -> list[Use]:
         """The order of this iteration so far. Uses that have not ended end with the iteration."""
-        return [Use(use.bucket, use.end or self.position) for use in self._recorded]
+        return [Use(b, end or self.position) for b, end in zip(self._recorded, self._ends, strict=True)]
 
     def restart(self, uses: Sequence[Use] | None = None) -> None:
         """Start a new iteration; ``uses``: plan for this order from now on."""
@@ -238,4 +235,5 @@ class Schedule:
             self.plan = make_plan(uses, self.exchanges, self.limits) if uses else None
         self.is_following = self.plan is not None
         self._recorded.clear()
+        self._ends.clear()
         self._in_use.clear()
