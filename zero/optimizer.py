@@ -35,7 +35,7 @@ from zero._model.leaf_modules import set_configured
 from zero._optim.cpu_optimizer_base import CPUOptimizer
 from zero._optim.host_adam import build_updater
 from zero._optim.loss_scale import LossScale, loss_scale_of, not_scaled
-from zero._optim.masters import as_groups, build_pieces
+from zero._optim.masters import GivenOptimizer, as_groups, build_pieces
 from zero._ranks.collective_calls import calling_over, collective_methods
 from zero._ranks.distributed import DataParallel, data_parallel
 from zero._ranks.model_parallel import ModelParallel
@@ -115,9 +115,7 @@ class ZeroOptimizer(Optimizer):
             raise
         announce(plan, self._runtime)
 
-    def _build(
-        self, model: nn.Module, optimizer: type[Optimizer] | Optimizer, topology: Topology, plan: ResolvedConfig
-    ) -> None:
+    def _build(self, model: nn.Module, optimizer: GivenOptimizer, topology: Topology, plan: ResolvedConfig) -> None:
         values = plan.configuration.values
         on_every_rank(lambda: set_configured(model, values.zero_optimization.leaf_module), topology)
         on_every_rank(lambda: cast(model, plan.dtype, values.data_types.keep_in_fp32_modules), topology)
@@ -136,9 +134,8 @@ class ZeroOptimizer(Optimizer):
             with self._runtime.gathered(self._runtime.buckets):  # the model stays full
                 self._runtime.close()
             raise
-        self._gradients = FinalGradients(
-            self._runtime, self._pieces, rounds_means=isinstance(self._inner, CPUOptimizer)
-        )
+        rounds_means = isinstance(self._inner, CPUOptimizer)
+        self._gradients = FinalGradients(self._runtime, self._pieces, rounds_means=rounds_means)
         self._update = Update(self._runtime, self._inner, self._pieces, self._gradients)
         # GradScaler looks for infinities in the gradients of all parameters, so it finds those of other ranks here.
         self._inner.param_groups[0]["params"].append(self._gradients.flag)

@@ -247,10 +247,8 @@ class Hooks(RuntimePart):
         # is not traced costs 1.3 us.
         disable: Callable[[Any], Any] = torch.compiler.disable
         before, after = disable(self._before_forward), disable(self._after_forward)
-        self._handles += [
-            module.register_forward_pre_hook(before, with_kwargs=True),
-            module.register_forward_hook(after, always_call=True),
-        ]
+        self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+        self._handles.append(module.register_forward_hook(after, always_call=True))
 
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if module not in self._buckets_of or (self._ignores_inference and not torch.is_grad_enabled()):

@@ -229,14 +229,12 @@ class Reducer(RuntimePart):
         """Agree on what each rank has used and issued, so that all ranks make the same exchanges (G1)."""
         issued = set(map(id, self._order[: self._cursor]))
         used = [int(bit) for grads in self.all for bit in grads.used]
-        pending = [
-            int(grads.has_local or (self._reaches_all_nodes and self.reduction.has_sums(grads)))
-            for grads in self._order
-        ]
+        all_nodes, has_sums = self._reaches_all_nodes, self.reduction.has_sums
+        pending = [int(grads.has_local or (all_nodes and has_sums(grads))) for grads in self._order]
         late = [bit if id(grads) in issued else 0 for grads, bit in zip(self._order, pending, strict=True)]
         is_alone = self._topology.world_size == 1
         digest = 0 if is_alone else self.facts.digest(self.shown.edits(), self.ends_step)
-        must_match = [self._gathers(), digest, int(self._reaches_all_nodes)]
+        must_match = [self._gathers(), digest, int(all_nodes)]
         # One all-reduce of maxima: with the negatives it gives minima, too, which are equal where all ranks agree.
         agreed = [*must_match, *(-value for value in must_match), *used, *pending, *late, self._cursor]
         if not is_alone:

@@ -21,10 +21,8 @@ class DeltaMode(Mode):
     needs_nodes = True
 
     def resolve(self, settings: ZeroSettings, topology: Topology) -> Effective:
-        refused = {
-            "delayed_update (replicas would be one update behind)": settings.tiers.states.delays_update,
-            **self.refused(settings),
-        }
+        refused = {"delayed_update (replicas would be one update behind)": settings.tiers.states.delays_update}
+        refused |= self.refused(settings)
         if requested := [what for what, is_requested in refused.items() if is_requested]:
             raise ConfigError(f"mode={self.name!r} is not combined with {'; '.join(requested)}: leave out one of them")
         if topology.num_nodes == 1:

@@ -74,7 +74,17 @@ def _is_metadata(func: Callable[..., Any]) -> bool:
     return name in (SETTABLE if is_written else METADATA)
 
 
-def _torch_function(refuse: Callable[[Callable[..., Any], Sequence[Any], dict[str, Any]], Any]) -> Any:
+Refusal = Callable[[Callable[..., Any], Sequence[Any], dict[str, Any]], Any]
+"""Called with a function that is not allowed, and its arguments."""
+
+
+def _subclass(cls: type, refuse: Refusal, **own: Any) -> type:
+    """A class that looks like ``cls`` and answers by :func:`_torch_function`; ``own``: its other attributes."""
+    guard = {"__module__": cls.__module__, "__torch_function__": _torch_function(refuse)}
+    return type(cls.__name__, (cls,), guard | own)
+
+
+def _torch_function(refuse: Refusal) -> Any:
     """A ``__torch_function__`` that allows access to metadata such as shape and dtype, and ``refuse`` all else."""
 
     def answer(cls: type, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:  # noqa: ARG001
@@ -134,19 +144,8 @@ def _describe(self: nn.Parameter) -> str:
 
 @cache
 def _released_class(cls: type) -> type:
-    return type(
-        cls.__name__,
-        (cls,),
-        {
-            "__torch_function__": _torch_function(_refuse_values),
-            "__repr__": _describe,
-            "__deepcopy__": _copy,
-            "__reduce_ex__": _refuse_pickle,
-            "__module__": cls.__module__,
-            "is_released": True,
-            "gathered_class": cls,
-        },
-    )
+    methods = {"__repr__": _describe, "__deepcopy__": _copy, "__reduce_ex__": _refuse_pickle}
+    return _subclass(cls, _refuse_values, **methods, is_released=True, gathered_class=cls)
 
 
 def make_released(param: nn.Parameter, placeholder: Tensor) -> None:
@@ -174,8 +173,7 @@ def mark_stale(view: Tensor, name: str) -> None:
 
 @cache
 def _stale_class(cls: type) -> type:
-    own = {"__torch_function__": _torch_function(_refuse_stale), "__repr__": _describe_stale, "is_stale": True}
-    return type(cls.__name__, (cls,), own | {"__module__": cls.__module__})
+    return _subclass(cls, _refuse_stale, __repr__=_describe_stale, is_stale=True)
 
 
 def _refuse_stale(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
