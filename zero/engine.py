@@ -67,7 +67,7 @@ class Engine:
         """The model's forward."""
         with self._reports.around("forward"), self._autocast():
             if self._config.fp16.enabled and self._config.fp16.auto_cast:
-                args, kwargs = tree_map_only(Tensor, _to_half, (args, kwargs))
+                args, kwargs = tree_map_only(Tensor, lambda t: t.half() if t.is_floating_point() else t, (args, kwargs))
             return self.module(*args, **kwargs)
 
     forward = __call__
@@ -131,7 +131,8 @@ class Engine:
                 self.skipped_steps += 1
             elif self.lr_scheduler is not None:
                 self.lr_scheduler.step(**(lr_kwargs or {}))
-            self._report()
+            numbers = self.skipped_steps, self.get_lr(), self.get_mom(), self.cur_scale
+            self._reports.end_step(self.global_steps, "skipped={}, lr={}, mom={}, loss scale={:g}".format(*numbers))
         self.micro_steps += 1
         self._mark_boundary()
 
@@ -286,10 +287,6 @@ class Engine:
         self._reports.close()
         self.optimizer.close()
 
-    def _report(self) -> None:
-        numbers = self.skipped_steps, self.get_lr(), self.get_mom(), self.cur_scale
-        self._reports.end_step(self.global_steps, "skipped={}, lr={}, mom={}, loss scale={:g}".format(*numbers))
-
 
 class _Counters:
     """The state dict of an engine's counters and dataloader; ``engine.state_dict()`` itself is the model's."""
@@ -308,7 +305,3 @@ class _Counters:
         if isinstance(self._engine.training_dataloader, RankDataLoader) and "num_passes" in state:
             self._engine.training_dataloader.load_state_dict(state)
         self._engine._mark_boundary()
-
-
-def _to_half(tensor: Tensor) -> Tensor:
-    return tensor.half() if tensor.is_floating_point() else tensor

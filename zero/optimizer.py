@@ -139,12 +139,6 @@ class ZeroOptimizer(Optimizer):
         self._update = Update(self._runtime, self._inner, self._pieces, self._gradients)
         # GradScaler looks for infinities in the gradients of all parameters, so it finds those of other ranks here.
         self._inner.param_groups[0]["params"].append(self._gradients.flag)
-        self._adopt(plan)
-        super().__init__(self._inner.param_groups, self._inner.defaults)
-        self._is_built = True
-        self._share_state()
-
-    def _adopt(self, plan: ResolvedConfig) -> None:
         self.loss_scale: LossScale | None = loss_scale_of(plan.configuration.values)
         """The loss scale of fp16, or of bf16 with overflow checks; None if the configuration has neither."""
         self.was_step_applied = False
@@ -155,6 +149,9 @@ class ZeroOptimizer(Optimizer):
         self._max_norm = plan.configuration.values.gradient_clipping or math.inf
         self._is_scaled = self._is_unscaled = False
         self._runtime.reducer.reduction.loss_scale = self.loss_scale
+        super().__init__(self._inner.param_groups, self._inner.defaults)
+        self._is_built = True
+        self._share_state()
 
     def _share_state(self) -> None:
         # Schedulers change the groups of this optimizer and the inner one reads them: both must hold the same objects,
@@ -283,7 +280,8 @@ class ZeroOptimizer(Optimizer):
                 self.zero_grad()
         except BaseException as error:  # restore factor and scale, so that the step can be retried
             self.was_step_applied = False
-            self._update.on_step_error(error)
+            if not isinstance(error, Exception):  # an interrupt: some gradients may be applied already
+                runtime.hooks.abort_step()
             if self._update.folds:
                 self._gradients.factor, self._is_unscaled = before
             if self.loss_scale is not None and scale is not None:

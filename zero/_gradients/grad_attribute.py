@@ -8,8 +8,6 @@ param.grad *= 2 (stage 0)             --edits----> the same memory: only the che
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -60,7 +58,7 @@ class GradAttributes:
                 for i, (param, used) in enumerate(zip(grads.bucket.params, grads.used, strict=True)):
                     if used:
                         param.grad = grads.shown[i] = grads.stand_ins[i] if views is None else views[i]
-        self._note_versions()
+        self.note_versions()
 
     def hide(self) -> None:
         """Clear ``.grad``: autograd would add the next gradient to it in place."""
@@ -104,19 +102,13 @@ class GradAttributes:
                 raise not_dense(one.grad, one.name)
         return found
 
-    @contextmanager
-    def writing(self) -> Iterator[None]:
-        """Within the block, writes to the gradients do not count as a user's edits."""
-        self.end_edits()
-        yield
-        self._note_versions()
-
     def end_edits(self) -> None:
         """Record a user's edits so far: this library is about to write to the gradients."""
         self.edits()
         self._versions = []
 
-    def _note_versions(self) -> None:
+    def note_versions(self) -> None:
+        """What was written since :meth:`end_edits` was no user's edit."""
         if self._is_full:
             self._versions = [-1 if grads.full is None else grads.full._version for grads in self._all]
 

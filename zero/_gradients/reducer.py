@@ -436,8 +436,9 @@ class Reducer(RuntimePart):
         if grads.store.is_in_file and grads.has_result and any(grads.used):
             grads.store.change(edit)
         elif (result := self.results(grads, wide=True)) is not None:
-            with self.shown.writing():
-                edit(result)
+            self.shown.end_edits()
+            edit(result)
+            self.shown.note_versions()
 
     @property
     def is_empty(self) -> bool:

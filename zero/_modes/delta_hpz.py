@@ -56,11 +56,10 @@ class DeltaHpz(DeltaMode):
     needs, instead = "stage 3, where parameters are gathered", "mode='delta' is of stages 1 and 2"
 
     def refused(self, settings: ZeroSettings) -> dict[str, bool]:
+        is_encoded = settings.quantized_nontrainable_weights
         return {
             "offload_param (replicas are on the device)": settings.tiers.parameters.tier is not Tier.DEVICE,
-            "zero_quantized_nontrainable_weights (replicas have the parameters' dtype)": (
-                settings.quantized_nontrainable_weights
-            ),
+            "zero_quantized_nontrainable_weights (replicas have the parameters' dtype)": is_encoded,
             "hpz_secondary_device='cpu' (replicas are on the device)": settings.hpz_secondary_device == "cpu",
         }
 

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from typing import Any, ClassVar, overload
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -147,12 +147,8 @@ class CPUOptimizer(Optimizer, ABC):
     def _refuse(self, problem: str) -> None:
         raise ConfigError(f"a parameter of {type(self).__name__} must be {problem}; use torch.optim for others")
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step every parameter that has a gradient, in float32, bfloat16 or float16.
 
         Raises:
@@ -207,8 +203,10 @@ class CPUOptimizer(Optimizer, ABC):
         arrays = Arrays(master, grad.contiguous(), moments[0], moments[1], state.get("max_exp_avg_sq"), out)
         draw = None
         if self.moment_dtype == torch.bfloat16:
-            number, first = (self._position(param), 0) if place is None else place
-            draw = Draw(0, tensor=2 * number, step=step, first=first)
+            if place is None:
+                order = (p for group in self.param_groups for p in group["params"])
+                place = next(i for i, p in enumerate(order) if p is param), 0
+            draw = Draw(0, tensor=2 * place[0], step=step, first=place[1])
         step_(rule, factors, arrays, draw)
         if master is not param and out is not param:
             param.copy_(master)
@@ -223,10 +221,6 @@ class CPUOptimizer(Optimizer, ABC):
         if param.dtype != torch.float32:
             started["master"] = param.detach().float()
         state.update(started)
-
-    def _position(self, param: Tensor) -> int:
-        order = (p for group in self.param_groups for p in group["params"])
-        return next(i for i, p in enumerate(order) if p is param)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, but states keep their dtypes: torch would round the masters of 16-bit parameters."""

@@ -66,7 +66,8 @@ class FileUpdate:
         self._number_of = {id(leaf): number for number, leaf in enumerate(leaves)}
         self._files.gradients.raise_error()
         groups = [group for group in self._files.groups if all_buckets or self._has_gradient(group)]
-        before = [_numbers(group) for group in self._inner.param_groups]
+        settings = (group.items() for group in self._inner.param_groups)
+        before = [{key: value for key, value in each if isinstance(value, (int, float))} for each in settings]
 
         def restore_numbers() -> None:
             for options, numbers in zip(self._inner.param_groups, before, strict=True):
@@ -185,7 +186,3 @@ class FileUpdate:
             else:
                 kept[name] = value
         self._states[id(part.piece.master)] = kept
-
-
-def _numbers(group: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if isinstance(value, (int, float))}

@@ -48,6 +48,7 @@ class GradientInMemory:
 
     def __init__(self, files: GradientFiles, group: SubGroup, dtype: torch.dtype, room: torch.dtype) -> None:
         self._files, self._group, self._dtype = files, group, dtype
+        self._place = files.file, files.offset_of[group]
         self._buffer = files.store.buffer(group.numel * room.itemsize)
         self._transfer: Transfer | None = None
 
@@ -68,12 +69,10 @@ class GradientInMemory:
         return self._buffer[: pages(nbytes)]
 
     def start_read(self) -> None:
-        files = self._files
-        self._transfer = files.store.read(files.file, files.offset_of[self._group], self._pages)
+        self._transfer = self._files.store.read(*self._place, self._pages)
 
     def start_write(self) -> None:
-        files = self._files
-        self._transfer = files.store.write(files.file, files.offset_of[self._group], self._pages)
+        self._transfer = self._files.store.write(*self._place, self._pages)
 
     def wait(self) -> None:
         """Wait for the transfer."""

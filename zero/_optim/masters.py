@@ -45,20 +45,16 @@ class OptimizerStates:
         self._inner = inner
         self._piece_of = {piece.param: piece for piece in pieces}
 
-    def piece(self, param: nn.Parameter) -> MasterPiece | None:
-        """This rank's part of ``param``, if it has one."""
-        return self._piece_of.get(param)
-
     def get(self, param: nn.Parameter, key: str) -> Any:
         """State ``key`` of this rank's part of ``param``; None if there is none yet."""
-        piece = self.piece(param)
+        piece = self._piece_of.get(param)
         if piece is None or self._inner is None:
             return None
         return self._inner.state.get(piece.master, {}).get(key)
 
     def is_elementwise(self, param: nn.Parameter, key: str) -> bool:
         """Whether state ``key`` of this rank's part of ``param`` has a value for each element."""
-        piece, value = self.piece(param), self.get(param, key)
+        piece, value = self._piece_of.get(param), self.get(param, key)
         return piece is not None and isinstance(value, Tensor) and is_elementwise(piece, value)
 
     def values(self, param: nn.Parameter, key: str, numel: int) -> Tensor:

@@ -47,8 +47,10 @@ def partition_model(
 
         try:
             on_every_rank(partial(partition, bucket, full), topology)
-        except Exception:
-            _restore_full(bucket, full)
+        except Exception:  # make parameters views of ``full`` again, however far this rank came
+            for param, view in zip(bucket.params, bucket.views(full), strict=True):
+                make_full(param, view)
+            bucket.full, bucket.state = full, BucketState.FULL
             raise
     for construction in constructions:
         construction.close_if_unused()
@@ -99,13 +101,6 @@ def _copy_init_values(bucket: Bucket, full: Tensor) -> None:
             param = bucket.params[slot]
             views[slot].copy_(values[param.zero_shard.slot])  # type: ignore[attr-defined]
             construction.forget(param)
-
-
-def _restore_full(bucket: Bucket, full: Tensor) -> None:
-    """Make parameters views of ``full`` again, however far this rank came."""
-    for param, view in zip(bucket.params, bucket.views(full), strict=True):
-        make_full(param, view)
-    bucket.full, bucket.state = full, BucketState.FULL
 
 
 def gather_partitioned(buckets: list[Bucket], gatherer: Gatherer) -> None:

@@ -274,25 +274,22 @@ class Runtime:
         The list is empty afterwards. Keep no view of its tensors: their buffer would not go back to the pool.
         """
         has_pending_update = bucket.is_trainable and self.has_pending_update
-        if not (self.is_inexact or has_pending_update) or not bucket.dtype.is_floating_point:
-            with self.gathered([bucket]):
+        with ExitStack() as stack:
+            if not (self.is_inexact or has_pending_update) or not bucket.dtype.is_floating_point:
+                stack.enter_context(self.gathered([bucket]))
                 values = [param.detach() for param in bucket.params]
-                yield values
-                values.clear()
-            return
-        with self.in_memory([bucket]):
-            shard = bucket.master.detach().to(bucket.device, bucket.dtype)
-        full = self.pool.take(bucket.layout.numel, bucket.dtype)
-        works = start_gather(bucket, full, shard, replace(self.gatherer.options, format="none"))
-        # Only after the works have ended may the pool hand out the buffer again: a gather may still write to it.
-        self.pool.lend(works, full)
-        self.pool.reclaim(works, full)
-        try:
-            values = bucket.views(full)
+            else:
+                with self.in_memory([bucket]):
+                    shard = bucket.master.detach().to(bucket.device, bucket.dtype)
+                full = self.pool.take(bucket.layout.numel, bucket.dtype)
+                works = start_gather(bucket, full, shard, replace(self.gatherer.options, format="none"))
+                # Only after the works have ended may the pool hand out the buffer again: a gather may write to it.
+                self.pool.lend(works, full)
+                self.pool.reclaim(works, full)
+                stack.callback(self.pool.give, full)
+                values = bucket.views(full)
             yield values
             values.clear()
-        finally:
-            self.pool.give(full)
 
     def check_model_unchanged(self) -> None:
         """Raise StateError if a parameter was added, replaced, moved or unfrozen, or its values edited."""

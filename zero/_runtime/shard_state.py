@@ -57,8 +57,8 @@ def shard_state(
                 masters.append(bucket.master.clone() if is_in_files else compact(bucket.master))
                 for piece in pieces if is_in_files else ():
                     if piece.bucket is bucket and piece.master in inner.state:
-                        state = inner.state[piece.master]
-                        states[id(piece.master)] = {name: _copied(value) for name, value in state.items()}
+                        state = inner.state[piece.master].items()
+                        states[id(piece.master)] = {k: v.clone() if isinstance(v, Tensor) else v for k, v in state}
     packed = inner.state_dict()
     leaves = (param for group in inner.param_groups for param in group["params"])
     for number, leaf in enumerate(leaves):
@@ -85,10 +85,6 @@ def restore_parts(runtime: Runtime, saved: Mapping[str, Any]) -> None:
     for part in runtime.parts:
         if part.state_key is not None and (behind := part.load_state_dict(saved.get(part.state_key))):
             runtime.write_back(behind, are_written=True)
-
-
-def _copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
 
 
 def _layout(runtime: Runtime) -> dict[str, Any]:

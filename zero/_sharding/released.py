@@ -69,11 +69,6 @@ class StateDictHooks(Protocol):
         """
 
 
-def _is_metadata(func: Callable[..., Any]) -> bool:
-    name, is_written = _requested(func)
-    return name in (SETTABLE if is_written else METADATA)
-
-
 Refusal = Callable[[Callable[..., Any], Sequence[Any], dict[str, Any]], Any]
 """Called with a function that is not allowed, and its arguments."""
 
@@ -88,7 +83,8 @@ def _torch_function(refuse: Refusal) -> Any:
     """A ``__torch_function__`` that allows access to metadata such as shape and dtype, and ``refuse`` all else."""
 
     def answer(cls: type, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:  # noqa: ARG001
-        if _is_metadata(func):
+        name, is_written = _requested(func)
+        if name in (SETTABLE if is_written else METADATA):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         return refuse(func, args, kwargs or {})

@@ -115,11 +115,6 @@ class Update:
         if buckets:
             self._write_back(sorted(buckets, key=lambda bucket: bucket.index))
 
-    def on_step_error(self, error: BaseException) -> None:
-        """``error`` has ended the step. After an interrupt, drop gradients: some may be applied already."""
-        if not isinstance(error, Exception):
-            self._runtime.hooks.abort_step()
-
     def fail(self, error: BaseException) -> None:
         """Refuse all further updates: ``error`` has left masters updated in part."""
         self._failure = error
