@@ -1,6 +1,6 @@
 """Simulate jobs with seeds until the time is up.
 
-    python -m tests.simulation --minutes 10 [--seed S] [--level protocols|training] [--count N]
+    python -m tests.simulation --minutes 10 [--seed S] [--level protocols|training|checkpoints] [--count N]
     python -m tests.simulation --seed S --count 1 --trace        # replay one seed, and print its events
 
 A failing seed is replayed, reduced until everything left is needed to make it fail, and printed as a test.
@@ -26,7 +26,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=today, help="the first; default: today, in UTC, times a million")
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--count", type=int, default=sys.maxsize, help="at most so many seeds")
-    parser.add_argument("--level", choices=("protocols", "training"), default="protocols")
+    parser.add_argument("--level", choices=("protocols", "training", "checkpoints"), default="protocols")
     parser.add_argument("--first", action="store_true", help="stop at the first seed that fails, and do not reduce it")
     parser.add_argument("--trace", action="store_true", help="print the events of each run")
     parser.add_argument("--replay", action="store_true", help="run each seed twice and compare its events")

@@ -23,7 +23,8 @@ WATCH, GROUPS, STORE = (f"zcomm/_transport/{name}.py" for name in ("deadlock_wat
 TAGGED, LOG, WORK = (f"zcomm/_transport/{name}.py" for name in ("tagged", "collective_log", "work"))
 ERRORS, CONTROL, DAEMON = "zero/_ranks/rank_errors.py", "zcomm/control.py", "zcomm/_base/daemon_threads.py"
 REDUCER, GATHERER, WRITE_BACK = "zero/_gradients/reducer.py", "zero/_gather/gatherer.py", "zero/_runtime/write_back.py"
-DELAYED, TOPOLOGY = "zero/_optim/delayed_update.py", "zcomm/_transport/topology.py"
+DELAYED, DURABLE, COMMIT = "zero/_optim/delayed_update.py", "zero/_checkpoint/durability.py", "zero/_checkpoint/dcp.py"
+SAVE = "zero/_checkpoint/collective_save.py"
 
 
 class ProtocolMutant(NamedTuple):
@@ -165,6 +166,30 @@ MUTANTS = (
     ProtocolMutant(
         "a delayed update starts over what the last one still writes back",
         DELAYED, "bucket.staged = memory[-1] if self._finished.get(bucket) is memory[0] else memory[0]", "bucket.staged = memory[0]", "training",
+    ),
+    ProtocolMutant(
+        "a file's name is used before its data is synced", DURABLE, "            file.flush()\n            os.fsync(file.fileno())\n", "            file.flush()\n", "checkpoints",
+    ),
+    ProtocolMutant(
+        "a new name is not synced", DURABLE, "        remove_file(temporary)\n        raise\n    sync_folder(path.parent)\n", "        remove_file(temporary)\n        raise\n", "checkpoints",
+    ),
+    ProtocolMutant(
+        "new folders are not synced", DURABLE, "    for path in missing:\n        sync_folder(path.parent)\n", "", "checkpoints",
+    ),
+    ProtocolMutant(
+        "metadata before the names of the shards are durable", COMMIT, "        sync_folder(self._folder)\n        replace_file", "        replace_file", "checkpoints",
+    ),
+    ProtocolMutant(
+        "old shards removed before the new metadata",
+        COMMIT, "        sync_folder(self._folder)\n        replace_file(", "        sync_folder(self._folder)\n        remove_stale_shards(self._folder, set(files))\n        replace_file(", "checkpoints",
+    ),
+    ProtocolMutant(
+        "`latest` names a checkpoint that is not complete yet",
+        COMMIT, "        sync_folder(self._folder)\n        replace_file(", "        replace_file(self._folder.parent / LATEST, latest_line(self._folder.name), self.save_id + \"x\")\n        sync_folder(self._folder)\n        replace_file(", "checkpoints",
+    ),
+    ProtocolMutant(
+        "a commit of what was not written: only the first rank's outcome counts",
+        SAVE, "failed = [outcome for outcome in of_ranks if \"error\" in outcome]", "failed = [outcome for outcome in of_ranks[:1] if \"error\" in outcome]", "checkpoints",
     ),
 )  # fmt: skip
 

@@ -8,6 +8,8 @@ Properties, after every run:
     P3  Without a fault, results are those that another order of events gives: the same losses and parameters, bit by
         bit, and the same parameters on every rank. Results of protocols are known.
     P4  Ranks that make different calls all get a DivergedError, and what they call next works.
+    P5  Of what is left on a disk that lost its power, or of a job that lost a rank, the last checkpoint that every rank
+        was told of loads, or a later one, complete.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from functools import cache, partial
 from typing import Any
@@ -25,6 +27,8 @@ from torch import nn
 
 import zcomm
 import zero
+from tests.simulation import checkpoints
+from tests.simulation.definition import Fault, Result, Scenario
 from zcomm import CommunicationError, DivergedError, control
 from zcomm._base.rank_context import clock
 from zcomm._transport.backend import gather_ints
@@ -58,50 +62,14 @@ OPERATIONS = ("topology", "close", "companion", "background", "agree", "one fail
 TRAINING_CALLS = ("clip", "no_sync", "evaluate", "gather", "state_dict")
 
 
-@dataclass(frozen=True)
-class Fault:
-    """What goes wrong on one rank."""
-
-    kind: str
-    """"raises": the program raises before call ``at``; "dies": the process ends after ``at`` events of the job;
-    "differs": it makes another call than the others in place of call ``at``, and goes on; "late": it comes to call
-    ``at`` when the others are about to give it up."""
-    rank: int
-    at: int
-
-
-@dataclass(frozen=True)
-class Scenario:
-    """A job."""
-
-    level: str
-    seed: int
-    """Decides the order of events."""
-    world_size: int
-    ranks_per_node: int
-    calls: tuple[str, ...]
-    """What every rank calls, in this order."""
-    mode: str = ""
-    """Of training: a key of :data:`MODES`."""
-    fault: Fault | None = None
-
-
-@dataclass(frozen=True)
-class Result:
-    """How a scenario ended."""
-
-    problem: str
-    """The property that does not hold; empty: all do."""
-    digest: int
-    num_events: int
-
-
 class Alone(Exception):  # noqa: N818
     """What a program raises on one rank."""
 
 
 def draw(level: str, seed: int) -> Scenario:
     """The scenario of ``seed``."""
+    if level == "checkpoints":
+        return checkpoints.draw(seed)
     rng = random.Random(f"{level} {seed}")
     if level == "protocols":
         world_size = rng.choice((2, 3, 4))
@@ -127,13 +95,15 @@ def draw(level: str, seed: int) -> Scenario:
 
 def run(scenario: Scenario, trace: list[str] | None = None) -> Result:
     """Run ``scenario`` and check the properties."""
+    if scenario.level == "checkpoints":
+        return checkpoints.run(scenario, trace)
     outcomes, simulation = _outcomes(scenario, trace)
     scheduler = simulation.scheduler
     return Result(_problem(scenario, outcomes), scheduler.digest, scheduler.num_events)
 
 
 def _outcomes(scenario: Scenario, trace: list[str] | None = None) -> tuple[list[Outcome], Simulation]:
-    logging.disable(logging.WARNING)
+    logging.disable(logging.CRITICAL)
     simulation = Simulation(scenario.world_size, scenario.seed, timeout_s=TIMEOUT.total_seconds(), limit_s=10_000.0)
     simulation.scheduler.trace = trace
     fault = scenario.fault

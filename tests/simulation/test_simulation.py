@@ -1,6 +1,7 @@
 """Simulated ranks: replays are equal, waits that cannot end are found, and today's seeds keep the properties."""
 
-# covers zcomm/testing/network.py zcomm/testing/scheduler.py zcomm/testing/simulation.py zcomm/testing/threads.py
+# covers zcomm/testing/disk.py zcomm/testing/network.py zcomm/testing/scheduler.py
+# covers zcomm/testing/simulation.py zcomm/testing/threads.py
 
 from __future__ import annotations
 
@@ -14,16 +15,17 @@ import torch
 import torch.distributed as dist
 
 import zcomm
-from tests.simulation.scenarios import Fault, Scenario, draw, minimised, run
+from tests.simulation.definition import Fault, Scenario
+from tests.simulation.scenarios import draw, minimised, run
 from zcomm import CommunicationError, DivergedError
 from zcomm._base.rank_context import clock, threads
 from zcomm.testing import Deadlock, Simulation
 
 TODAY = int(datetime.now(timezone.utc).strftime("%Y%m%d")) * 1_000_000
-SECONDS = {"protocols": 20.0, "training": 25.0}
+SECONDS = {"protocols": 20.0, "training": 25.0, "checkpoints": 15.0}
 
 
-@pytest.mark.parametrize("level", ["protocols", "training"])
+@pytest.mark.parametrize("level", ["protocols", "training", "checkpoints"])
 def test_seeds_of_today(level: str) -> None:
     torch.set_num_threads(1)
     began, seed = time.monotonic(), TODAY
