@@ -5,7 +5,8 @@ Out: what each rank returned or raised; the same for the same seed.
 Called by: tests; nothing else in the library.
 """
 
+from zcomm.testing.disk import SimulatedDisk
 from zcomm.testing.scheduler import Deadlock, Stopped
 from zcomm.testing.simulation import Outcome, Simulation
 
-__all__ = ["Deadlock", "Outcome", "Simulation", "Stopped"]
+__all__ = ["Deadlock", "Outcome", "SimulatedDisk", "Simulation", "Stopped"]
