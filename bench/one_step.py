@@ -52,9 +52,8 @@ class Recorder:
         self._wrap(
             runtime.reducer.reduction, "start", lambda grads, *_: ("reduces the gradient of", grads.bucket.index)
         )
-        self._wrap(
-            runtime.reducer, "_take_mean", lambda grads, _: ("has its shard of the gradient of", grads.bucket.index)
-        )
+        for grads in runtime.reducer.all:
+            self._wrap(grads.store, "add", lambda _, n=grads.bucket.index: ("has its shard of the gradient of", n))
         self._wrap(optimizer._update, "run", lambda: ("updates its shards", None))
 
     def _wrap(self, owner: Any, name: str, does: Callable[..., tuple[str, int | None]]) -> None:

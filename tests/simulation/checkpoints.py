@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -42,6 +43,10 @@ def draw(seed: int) -> Scenario:
 def run(scenario: Scenario, trace: list[str] | None = None) -> Result:
     """Save until the fault, then load what is left."""
     logging.disable(logging.CRITICAL)
+    # Checkpoints hold the states of random generators, as numbers of more or fewer digits.
+    torch.manual_seed(scenario.seed)
+    random.seed(scenario.seed)
+    np.random.seed(scenario.seed % 2**32)
     rng, told = random.Random(scenario.seed), [0] * scenario.world_size
     with tempfile.TemporaryDirectory() as name:
         root, left = Path(name, "disk"), Path(name, "left")

@@ -58,12 +58,12 @@ class SimulatedDisk:
             _IS_HOOKED.append(True)
         fsync = os.fsync
 
-        def synced(number: Any) -> None:
+        def synced(number: Any, /) -> None:
             fsync(number)
             descriptor = number if isinstance(number, int) else number.fileno()
             self._synced(Path(f"/proc/self/fd/{descriptor}").readlink())
 
-        os.fsync = synced
+        os.fsync = synced  # type: ignore[assignment]
         _DISKS.append(self)
         try:
             yield self
