@@ -1,10 +1,11 @@
 """Mistakes in protocols, each of which the simulation must find: ``python -m tests.simulation.mutants [--only TEXT]``.
 
-Each is made in a copy of the repository, where seeds are simulated until one fails, or the time is up. The copy as it is
-has passed the same seeds before.
+Each is made in a copy of the repository, where seeds are simulated until one fails, or the time is up. First the copy as
+it is must pass for as long.
 
     caught      a property does not hold, or the job cannot run at all
     survived    the time is up
+    late        the simulation itself does not end: says nothing
 """
 
 from __future__ import annotations
@@ -204,51 +205,48 @@ sys.exit(main())
 
 def outcome_of(mutant: ProtocolMutant, folder: Path, minutes: float, seed: int) -> tuple[str, str]:
     """Whether the simulation finds ``mutant``, made in the copy in ``folder``; and what it said."""
-    copy = Copy(folder) if not (folder / "zcomm").exists() else None
-    assert copy is None or folder.exists()
     path = folder / mutant.file
     before = path.read_text()
     if before.count(mutant.old) != 1:
         return "not applied", f"{before.count(mutant.old)} times"
     path.write_text(before.replace(mutant.old, mutant.new))
-    words = [
-        sys.executable,
-        "-B",
-        "-c",
-        RUN,
-        "--level",
-        mutant.level,
-        "--seed",
-        str(seed),
-        "--minutes",
-        str(minutes),
-        "--first",
-    ]
     try:
-        done = subprocess.run(
-            words, cwd=folder, capture_output=True, text=True, check=False, timeout=60 * minutes + 120
-        )
-        text = (done.stdout + done.stderr).strip()
-        return ("survived" if done.returncode == 0 else "caught"), text
-    except subprocess.TimeoutExpired:
-        return "caught", "the simulation itself does not end"
+        return _simulated(folder, mutant.level, minutes, seed)
     finally:
         path.write_text(before)
 
 
+def _simulated(folder: Path, level: str, minutes: float, seed: int) -> tuple[str, str]:
+    words = ["--level", level, "--seed", str(seed), "--minutes", str(minutes), "--first"]
+    try:
+        done = subprocess.run(
+            [sys.executable, "-B", "-c", RUN, *words],
+            cwd=folder, capture_output=True, text=True, check=False, timeout=60 * minutes + 120,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return "late", "the simulation itself does not end"
+    return ("survived" if done.returncode == 0 else "caught"), (done.stdout + done.stderr).strip()
+
+
 def main() -> int:
-    """Returns 1 if a mutant survived or could not be made."""
+    """Returns 1 if a mutant was not caught, or the copy as it is does not pass."""
     parser = argparse.ArgumentParser(description="Mistakes in protocols that the simulation must find.")
     parser.add_argument("--only", default="", help="mutants whose name has this text")
     parser.add_argument("--minutes", type=float, default=10.0, help="for each")
     parser.add_argument("--seed", type=int, default=1)
-    chosen = parser.parse_args()
-    missed = 0
+    arguments = parser.parse_args()
+    chosen, missed = [one for one in MUTANTS if arguments.only in one.name], 0
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        for mutant in [one for one in MUTANTS if chosen.only in one.name]:
+        Copy(folder)
+        for level in sorted({one.level for one in chosen}):
+            outcome, text = _simulated(folder, level, arguments.minutes, arguments.seed)
+            if outcome != "survived":
+                print(f"{level} without a mistake: {outcome}\n{text}", flush=True)
+                return 1
+        for mutant in chosen:
             began = time.monotonic()
-            outcome, text = outcome_of(mutant, folder, chosen.minutes, chosen.seed)
+            outcome, text = outcome_of(mutant, folder, arguments.minutes, arguments.seed)
             missed += outcome != "caught"
             said = next((line for line in text.splitlines() if "FAILED" in line or "Error" in line), text[-200:])
             print(f"{outcome:>12} {time.monotonic() - began:6.1f} s  {mutant.name}: {said[:160]}", flush=True)

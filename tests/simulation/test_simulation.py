@@ -17,6 +17,7 @@ import torch.distributed as dist
 import zcomm
 from tests.simulation.definition import Fault, Scenario
 from tests.simulation.scenarios import draw, minimised, run
+from tests.variables import variables
 from zcomm import CommunicationError, DivergedError
 from zcomm._base.rank_context import clock, threads
 from zcomm.testing import Deadlock, Simulation
@@ -52,6 +53,40 @@ def test_a_deadlock_is_found_at_once() -> None:
     assert [type(one.error) for one in outcomes] == [Deadlock, Deadlock]
     assert "rank 0 main waits for recv; rank 1 main waits for recv" in str(outcomes[0].error)
     assert time.monotonic() - began < 30
+
+
+def test_a_deadlock_ends_daemons_too_and_so_does_a_job_that_goes_round_in_a_circle() -> None:
+    def program(rank: int) -> None:
+        topology = zcomm.Topology(ranks_per_node=1)  # its watch runs in a thread that never ends
+        if rank == 0:
+            threads().Event().wait()
+        while True:
+            clock().sleep(0.01)
+        topology.close()
+
+    outcomes = Simulation(2, seed=1, limit_events=5000).run(program)
+    assert ["no end after 5000 events" in str(one.error) for one in outcomes] == [True, True]
+
+
+def _flips(number: int) -> Callable[[torch.Tensor], None]:
+    messages: list[int] = []
+
+    def flip(received: torch.Tensor) -> None:
+        if received.numel() >= 500:
+            messages.append(received.numel())
+            if len(messages) == number:
+                received[100] ^= 4
+
+    return flip
+
+
+@pytest.mark.parametrize("number", [1, 5])
+def test_a_flipped_bit_is_found_on_every_rank(number: int) -> None:
+    simulation = Simulation(4, seed=number)
+    simulation.network.flip = _flips(number)
+    with variables(ZCOMM_CHECK="1"):
+        outcomes = simulation.run(_program)
+    assert [type(one.error) for one in outcomes] == [zcomm.DamagedError] * 4
 
 
 def test_a_wait_ends_with_the_timeout_of_its_group() -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, ParamSpec
+from typing import Any, ParamSpec, cast
 from weakref import WeakMethod
 
 import torch
@@ -56,8 +56,7 @@ def _kept(plan: Callable[Plan, list[PieceExchange]]) -> Callable[Plan, list[Piec
         assert found is not None, "called by an object that is gone"
         return found(*args, **kwargs)
 
-    kept: Any = cache(made)
-    return kept  # type: ignore[no-any-return]
+    return cast("Callable[Plan, list[PieceExchange]]", cache(made))
 
 
 @dataclass(eq=False)

@@ -61,8 +61,8 @@ class SimulatedWork:
 class SimulatedNetwork:
     """Carries messages between ranks. ``flip`` may change what a message carries."""
 
-    def __init__(self, scheduler: Scheduler, world_size: int, latency_s: tuple[float, float] = (1e-5, 1e-3)) -> None:
-        self.scheduler, self.world_size, self._latency_s = scheduler, world_size, latency_s
+    def __init__(self, scheduler: Scheduler, latency_s: tuple[float, float] = (1e-5, 1e-3)) -> None:
+        self.scheduler, self._latency_s = scheduler, latency_s
         self.closed: set[tuple[str, int]] = set()
         """Groups in which a rank has closed its connections: as gloo does once a wait of it has timed out."""
         self.dead: set[int] = set()

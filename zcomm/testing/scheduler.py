@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import heapq
 import random
+import sys
 import threading
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
@@ -22,7 +24,7 @@ from zlib import crc32
 
 
 class Deadlock(BaseException):
-    """No task can run, no message is under way, and no timeout is pending."""
+    """No task can run, no message is under way and no timeout is pending; or the job does not end."""
 
 
 class Stopped(BaseException):
@@ -56,11 +58,12 @@ class Scheduler:
     Args:
         seed: Decides who runs next.
         limit_s: A simulation that runs longer than so many virtual seconds is stopped as a deadlock.
+        limit_events: One with more events is, too: its ranks go round in a circle.
     """
 
-    def __init__(self, seed: int, *, limit_s: float = 1e5) -> None:
+    def __init__(self, seed: int, *, limit_s: float = 1e5, limit_events: int = 10**6) -> None:
         self.random = random.Random(seed)
-        self.now_s, self._limit_s = 0.0, limit_s
+        self.now_s, self._limit_s, self._limit_events = 0.0, limit_s, limit_events
         self._tasks: list[Task] = []
         self._mains: dict[int, Task] = {}
         self._of_thread = threading.local()
@@ -73,8 +76,6 @@ class Scheduler:
         """The events as text, if it is a list."""
         self.at: dict[int, Callable[[], None]] = {}
         """Called once so many events have happened, before the next task is chosen."""
-
-    # What programs and fakes call.
 
     def spawn(self, rank: int, name: str, call: Callable[[], None], *, is_daemon: bool = False) -> Task:
         """A new task, which runs when it is chosen."""
@@ -136,16 +137,16 @@ class Scheduler:
                 task.baton.release()
                 self._main.acquire()
 
-    # Handing over.
-
     def _run(self, task: Task) -> None:
         task.baton.acquire()
         self._of_thread.task, task.ident = task, threading.get_ident()
         try:
             if task.stop is None:
                 task.call()
-        except Stopped:
+        except (Stopped, Deadlock):
             pass
+        except BaseException:  # as in a thread of a process: printed, and the others go on
+            traceback.print_exc()
         task.is_done = True
         self.note(f"rank {task.rank} {task.name} ends")
         if isinstance(task.stop, Stopped) and all(t.is_done or t.is_daemon for t in self._tasks):
@@ -184,14 +185,20 @@ class Scheduler:
             if all(task.is_daemon for task in alive):
                 return None
             ready = [task for task in alive if self._is_ready(task)]
-            if ready:
+            if self.num_events > self._limit_events:
+                self._stop(alive, f"no end after {self._limit_events} events")
+                self._limit_events = sys.maxsize
+            elif ready:
                 chosen = ready[self.random.randrange(len(ready))] if len(ready) > 1 else ready[0]
                 self.note(f"rank {chosen.rank} {chosen.name} {chosen.waits_for}")
                 return chosen
-            if not self._advance(alive):
-                error = Deadlock("; ".join(f"rank {t.rank} {t.name} waits for {t.waits_for}" for t in alive))
-                for task in alive:
-                    task.stop = task.stop or error
+            elif not self._advance(alive):
+                self._stop(alive, "nothing can happen any more")
+
+    def _stop(self, alive: list[Task], reason: str) -> None:
+        waits = "; ".join(f"rank {task.rank} {task.name} waits for {task.waits_for}" for task in alive)
+        for task in alive:
+            task.stop = task.stop or Deadlock(f"{reason}: {waits}")
 
     def _is_ready(self, task: Task) -> bool:
         if task.stop is not None or task.condition is None:

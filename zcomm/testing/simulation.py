@@ -86,12 +86,21 @@ class Simulation:
         seed: Decides the order in which they run, and how long messages take. Equal seeds give equal runs.
         timeout_s: Of process groups and the store, in virtual seconds.
         limit_s: A job that runs longer, in virtual seconds, is stopped as a deadlock.
+        limit_events: So is one with more events.
     """
 
-    def __init__(self, world_size: int, seed: int = 0, *, timeout_s: float = 1800.0, limit_s: float = 1e5) -> None:
+    def __init__(
+        self,
+        world_size: int,
+        seed: int = 0,
+        *,
+        timeout_s: float = 1800.0,
+        limit_s: float = 1e5,
+        limit_events: int = 10**6,
+    ) -> None:
         self.world_size, self._timeout_s = world_size, timeout_s
-        self.scheduler = Scheduler(seed, limit_s=limit_s)
-        self.network = SimulatedNetwork(self.scheduler, world_size)
+        self.scheduler = Scheduler(seed, limit_s=limit_s, limit_events=limit_events)
+        self.network = SimulatedNetwork(self.scheduler)
         self._outcomes = [Outcome() for _ in range(world_size)]
 
     def kill(self, rank: int) -> None:

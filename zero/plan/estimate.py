@@ -113,7 +113,7 @@ def estimate(
 
     Args:
         model: A model, which may be on the meta device, or its counts.
-        config: A configuration, as for :func:`zero.initialize`. Offload is counted even if it is not available here.
+        config: A configuration, as for :func:`zero.initialize`.
         nodes: Number of machines.
         ranks: Number of data-parallel ranks on each machine.
         activations: The shape of a transformer's activations; the section ``activation_checkpointing`` of the
@@ -122,6 +122,7 @@ def estimate(
 
     Raises:
         ConfigError: There is less than one node or rank, or the configuration is invalid.
+        NotAvailableError: A key asks for something that this version does not support.
 
     The estimate does not include fragmentation, CUDA's own memory and temporary memory of kernels. Formulas and their
     sources are in :mod:`zero.plan.formulas`.
