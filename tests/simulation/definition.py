@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+
+class Alone(Exception):  # noqa: N818
+    """What a program raises on one rank."""
 
 
 @dataclass(frozen=True)
@@ -10,10 +14,27 @@ class Fault:
     """What goes wrong on one rank."""
 
     kind: str
-    """"raises": the program raises before call ``at``; "dies": the process ends after ``at`` events of the job;
-    "differs": it makes another call than the others in place of call ``at``, and goes on; "late": it comes to call
-    ``at`` when the others are about to give it up; "power": all ranks and the disk stop after ``at`` events;
-    "full": after ``at`` events the rank can create no more files."""
+    """
+    at call ``at``:
+        raises      the program raises before it
+        late        it comes when the others are about to give it up
+        differs     it makes another call than the others
+        skips       it makes no call, and the others do
+        extra       it makes a call, and the others do not
+        closes      it closes the topology over which the others make it
+        swaps       of two asynchronous calls it makes the second one first
+    after ``at`` events of the job:
+        dies        the process ends
+        restarts    so does the whole job, and starts again over the same store
+        interrupted somebody presses Ctrl+C
+        stopped     it does nothing for some seconds
+        power       all ranks and the disk stop
+        full        it can create no more files
+        file errors it can write to no file of its offloaded values
+    otherwise:
+        slow        messages take seconds
+        flips       a bit of message ``at`` changes on the way; ZCOMM_CHECK=1
+    """
     rank: int
     at: int
 
@@ -30,8 +51,11 @@ class Scenario:
     calls: tuple[str, ...]
     """What every rank calls, in this order; of checkpoints: the tags of the saves."""
     mode: str = ""
-    """Of training: a key of MODES in scenarios.py."""
+    """Of training: a key of MODES in training.py."""
     fault: Fault | None = None
+
+    def with_fault(self, kind: str, rank: int, at: int) -> Scenario:
+        return replace(self, fault=Fault(kind, rank, at))
 
 
 @dataclass(frozen=True)

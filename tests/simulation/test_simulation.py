@@ -1,13 +1,16 @@
 """Simulated ranks: replays are equal, waits that cannot end are found, and today's seeds keep the properties."""
 
-# covers zcomm/testing/disk.py zcomm/testing/network.py zcomm/testing/scheduler.py
-# covers zcomm/testing/simulation.py zcomm/testing/threads.py
+# covers zcomm/testing/disk.py zcomm/testing/file_queue.py zcomm/testing/network.py
+# covers zcomm/testing/scheduler.py zcomm/testing/simulation.py zcomm/testing/threads.py
 
 from __future__ import annotations
 
+import errno
+import secrets
 import time
 from collections.abc import Callable
 from datetime import datetime, timezone
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +24,8 @@ from tests.variables import variables
 from zcomm import CommunicationError, DivergedError
 from zcomm._base.rank_context import clock, threads
 from zcomm.testing import Deadlock, Simulation
+from zero._storage.file_store import FileStore
+from zero._storage.tier_settings import FileSettings
 
 TODAY = int(datetime.now(timezone.utc).strftime("%Y%m%d")) * 1_000_000
 SECONDS = {"protocols": 20.0, "training": 25.0, "checkpoints": 15.0}
@@ -87,6 +92,91 @@ def test_a_flipped_bit_is_found_on_every_rank(number: int) -> None:
     with variables(ZCOMM_CHECK="1"):
         outcomes = simulation.run(_program)
     assert [type(one.error) for one in outcomes] == [zcomm.DamagedError] * 4
+
+
+def test_a_bit_that_flips_in_any_message_is_named_or_changes_nothing() -> None:
+    """Found by seed 20261126000987: numbers of ranks had no checksum; by 20261126000063 (training): one rank alone
+    believed a verdict that was itself damaged."""
+    for message in range(1, 60):
+        result = run(Scenario("protocols", 1, 2, 1, ("ints", "gather"), fault=Fault("flips", 0, message)))
+        assert not result.problem, f"message {message}: {result.problem}"
+
+
+def test_a_rank_that_is_stopped_goes_on_later() -> None:
+    def program(rank: int) -> float:
+        for _ in range(3):
+            clock().sleep(1.0)
+        return clock().monotonic()
+
+    simulation = Simulation(2, seed=1)
+    simulation.scheduler.after(0.5, lambda: simulation.stop(1, 10.0))
+    outcomes = simulation.run(program)
+    assert [one.result for one in outcomes] == [3.0, 12.5]
+
+
+def test_an_interrupt_ends_a_wait_of_python_but_not_one_of_gloo() -> None:
+    received = torch.zeros(4)
+
+    def program(rank: int) -> float:
+        if rank == 0:
+            clock().sleep(5.0)
+            dist.group.WORLD.send([torch.ones(4)], 1, 0).wait()
+            clock().sleep(5.0)
+            return 0.0
+        ended = list[float]()
+        for wait in (lambda: dist.group.WORLD.recv([received], 0, 0).wait(), threads().Event().wait):
+            with pytest.raises(KeyboardInterrupt):
+                wait()
+            ended.append(round(clock().monotonic()))
+            simulation.scheduler.after(2.0, lambda: simulation.interrupt(1))
+        return ended
+
+    simulation = Simulation(2, seed=1)
+    simulation.scheduler.after(1.0, lambda: simulation.interrupt(1))
+    outcomes = simulation.run(program)
+    assert received.tolist() == [1.0] * 4
+    assert outcomes[1].result == [5, 7], outcomes[1].error
+
+
+def test_a_job_that_starts_again_finds_the_keys_of_its_dead_ranks() -> None:
+    def program(rank: int) -> str:
+        store = dist.distributed_c10d._get_default_store()
+        found = bool(store.check(["mine"]))
+        store.set("mine", "1")
+        clock().sleep(1.0)
+        return f"{found} {secrets.token_hex(8)}"
+
+    first = Simulation(1, seed=1)
+    second = Simulation(1, seed=1, after=first)
+    texts = [simulation.run(program)[0].result.split() for simulation in (first, second)]
+    assert [found for found, _ in texts] == ["False", "True"]
+    assert texts[0][1] != texts[1][1]
+
+
+def test_files_are_written_when_the_clock_says_so_and_no_sooner(tmp_path: Path) -> None:
+    def program(rank: int) -> list[object]:
+        store = FileStore(tmp_path, files=FileSettings(request_nbytes=4096, num_requests=4), name="test", topology=None)
+        file, buffer = store.create("a", 8192), store.buffer(4096)
+        buffer.fill_(1)
+        writing = store.write(file, 0, buffer)
+        found: list[object] = [writing.is_done]
+        buffer.fill_(2)  # too early: the write has not happened
+        writing.wait()
+        read = store.buffer(4096)
+        store.read(file, 0, read).wait()
+        found.append(read.unique().tolist())
+        simulation.files_fail_after[rank] = 0
+        for call in (lambda: store.create("b", 4096), lambda: store.write(file, 0, buffer).wait(),
+                     lambda: store.read(file, 0, read).wait()):  # fmt: skip
+            with pytest.raises(OSError, match=r".") as error:
+                call()
+            found.append(errno.errorcode[error.value.errno])
+        store.read(file, 4096, read).wait()
+        store.close()
+        return found
+
+    simulation = Simulation(1, seed=1)
+    assert simulation.run(program)[0].result == [False, [2], "ENOSPC", "EIO", "EBADMSG"]
 
 
 def test_a_wait_ends_with_the_timeout_of_its_group() -> None:

@@ -162,7 +162,7 @@ WAYS: dict[str, tuple[Callable[[], Any], str]] = {
     "waited for": (_gather_for_a_bucket, r"all_gather of \d+ bytes, int8, bucket layer 3 \(number \d+\)"),
     "started": (_gather_whole, r"all_gather( of 1200000 bytes, none \(number \d+\))?"),
     "broadcast": (lambda: backend.broadcast_(torch.ones(3), 1, hop_of_group(None)), r"broadcast of 12 bytes, none .*"),
-    "numbers": (lambda: backend.gather_ints(1, None), r"all_gather of one number of 8 bytes, none \(number \d+\)"),
+    "numbers": (lambda: backend.gather_ints(1, None), r"all_gather of one number of 24 bytes, none \(number \d+\)"),
     "to the first": (lambda: gather_to_first(torch.ones(1), hop_of_group(None)), "gather to the first.*"),
     "from the first": (lambda: scatter_from_first(ROWS, 1, hop_of_group(None)), "scatter from the first.*"),
     "a group": (_make_group, "making a process group"),

@@ -39,6 +39,8 @@ from zcomm.errors import DamagedError
 CHECKSUM, VERDICT, PAIRED = 1, 2, 3
 """Added to the tag of an exchange, which is a multiple of 4."""
 RANK_BITS = 24
+MARK = 0x7FFF << 2 * RANK_BITS
+"""In a verdict of damage; 0 in the others. A bit that flips in a verdict changes it on no rank: most bits count."""
 
 
 @dataclass(frozen=True)
@@ -151,17 +153,17 @@ class _CheckedExchange:
     def _verify(self, exchange: Checks) -> None:
         ranks, tags = exchange.ranks, exchange.tags
         sent = _swap(ranks, self.sums, tags.own + CHECKSUM)
-        # 0: no damage. Otherwise a mark, the sender and the receiver in one integer: all ranks take the maximum.
+        # 0: no damage. Otherwise the mark, the sender and the receiver in one integer: all ranks take the maximum.
         mine = 0
         for peer, part in exchange.received.items():
             if sent[peer] != _crc32(part):
                 of = ranks.global_ranks
-                mine = (1 << 2 * RANK_BITS) | (of[peer] << RANK_BITS) | of[ranks.rank]
+                mine = MARK | (of[peer] << RANK_BITS) | of[ranks.rank]
                 break
-        verdict = max(_swap(ranks, [mine] * len(sent), tags.own + VERDICT))
+        verdict = _worst(_swap(ranks, [mine] * len(sent), tags.own + VERDICT))
         if exchange.paired is not None:
             size = len(exchange.paired.global_ranks)
-            verdict = max(_swap(exchange.paired, [verdict] * size, tags.paired + PAIRED))
+            verdict = _worst(_swap(exchange.paired, [verdict] * size, tags.paired + PAIRED))
         if verdict:
             sender, receiver = (verdict >> RANK_BITS) & (2**RANK_BITS - 1), verdict & (2**RANK_BITS - 1)
             operation, wire, links = exchange.name
@@ -170,6 +172,11 @@ class _CheckedExchange:
                 f"rank {receiver} received other bytes than rank {sender} sent (ZCOMM_CHECK=1). No rank has used the "
                 "result; check network cards, cables and memory, and resume from the last checkpoint"
             )
+
+
+def _worst(verdicts: list[int]) -> int:
+    """The largest verdict of damage; 0 if there is none."""
+    return max((MARK | verdict for verdict in verdicts if (verdict & MARK).bit_count() > 7), default=0)
 
 
 def _swap(ranks: Ranks, values: list[int], tag: int) -> list[int]:

@@ -41,13 +41,9 @@ class SimulatedWork:
     def wait(self, timeout: timedelta | None = None) -> bool:
         seconds = self.timeout_s if timeout is None else timeout.total_seconds()
         if not self.is_done:
-            self.network.scheduler.wait(lambda: self.is_done, seconds, self.what)
+            self.network.scheduler.wait(lambda: self.is_done, seconds, self.what, in_c=True)
         if not self.is_done:
-            group, rank = self.own
-            self.network.closed.add(self.own)
-            self.network.close(
-                lambda work: work.own[0] == group and rank in work.ranks, "Application timeout caused pair closure"
-            )
+            self.network.close_group(*self.own, "Application timeout caused pair closure")
             raise RuntimeError(f"Timed out waiting {seconds * 1000:.0f}ms for {self.what} operation to complete")
         if self.error:
             raise RuntimeError(self.error)
@@ -62,9 +58,9 @@ class SimulatedNetwork:
     """Carries messages between ranks. ``flip`` may change what a message carries."""
 
     def __init__(self, scheduler: Scheduler, latency_s: tuple[float, float] = (1e-5, 1e-3)) -> None:
-        self.scheduler, self._latency_s = scheduler, latency_s
+        self.scheduler, self.latency_s = scheduler, latency_s
         self.closed: set[tuple[str, int]] = set()
-        """Groups in which a rank has closed its connections: as gloo does once a wait of it has timed out."""
+        """Groups in which a rank has closed its connections: with the group, or, as gloo, once a wait has timed out."""
         self.dead: set[int] = set()
         self.flip: Flip | None = None
         self.values: dict[str, bytes] = {}
@@ -83,7 +79,7 @@ class SimulatedNetwork:
         if others[place]:
             other = others[place].popleft()
             send, receive = (work, other) if is_send else (other, work)
-            seconds = self.scheduler.value(*self._latency_s)
+            seconds = self.scheduler.value(*self.latency_s)
             self.scheduler.after(seconds, lambda: self._deliver(send, receive))
         else:
             mine[place].append(work)
@@ -108,12 +104,17 @@ class SimulatedNetwork:
         self.dead.add(rank)
         self.close(lambda work: rank in work.ranks, f"Connection closed by peer [rank {rank}]")
 
+    def close_group(self, name: str, rank: int, error: str) -> None:
+        """``rank`` closes its connections of the group ``name``."""
+        self.closed.add((name, rank))
+        self.close(lambda work: work.own[0] == name and rank in work.ranks, error)
+
     def close(self, belongs: Callable[[SimulatedWork], bool], error: str) -> None:
         """What waits for a counterpart, and ``belongs`` to a closed connection, fails after a moment."""
         for works in (*self._sends.values(), *self._receives.values()):
             for work in [work for work in works if belongs(work)]:
                 works.remove(work)
-                self.scheduler.after(self.scheduler.value(*self._latency_s), partial(work.fail, error))
+                self.scheduler.after(self.scheduler.value(*self.latency_s), partial(work.fail, error))
 
     def connect(self, name: str, ranks: Sequence[int], rank: int, timeout_s: float) -> None:
         """Return once all ``ranks`` make the group ``name``."""

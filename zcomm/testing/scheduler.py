@@ -48,7 +48,10 @@ class Task:
     ident: int = 0
     """Of its thread."""
     stop: BaseException | None = None
-    """Raised in its wait."""
+    """Raised in its waits, from now on."""
+    interrupt: BaseException | None = None
+    """Raised once, in the next wait that a signal ends."""
+    is_interruptible: bool = True
     waits_for: str = ""
 
 
@@ -65,6 +68,8 @@ class Scheduler:
         self.random = random.Random(seed)
         self.now_s, self._limit_s, self._limit_events = 0.0, limit_s, limit_events
         self._tasks: list[Task] = []
+        self._stopped: dict[int, float] = {}
+        """Ranks that do not run, and until when."""
         self._mains: dict[int, Task] = {}
         self._of_thread = threading.local()
         self._main = threading.Lock()
@@ -86,10 +91,15 @@ class Scheduler:
         threading.Thread(target=self._run, args=(task,), name=f"rank{rank}:{name}", daemon=True).start()
         return task
 
-    def wait(self, condition: Callable[[], bool], seconds: float | None = None, what: str = "") -> bool:
-        """Wait until ``condition()`` holds, ``seconds`` at most; whether it does. Other tasks run meanwhile."""
+    def wait(
+        self, condition: Callable[[], bool], seconds: float | None = None, what: str = "", *, in_c: bool = False
+    ) -> bool:
+        """Wait until ``condition()`` holds, ``seconds`` at most; whether it does. Other tasks run meanwhile.
+
+        ``in_c``: as in a call of C++, which a signal does not end; Python raises KeyboardInterrupt after it.
+        """
         task = self.current
-        task.condition, task.waits_for = condition, what
+        task.condition, task.waits_for, task.is_interruptible = condition, what, not in_c
         task.deadline = None if seconds is None else self.now_s + max(seconds, 0.0)
         self._switch(task)
         return condition()
@@ -97,7 +107,7 @@ class Scheduler:
     def pause(self, what: str = "") -> None:
         """A point where another task may run."""
         task = self.current
-        task.condition, task.deadline, task.waits_for = None, None, what
+        task.condition, task.deadline, task.waits_for, task.is_interruptible = None, None, what, True
         self._switch(task)
 
     def after(self, seconds: float, call: Callable[[], None]) -> None:
@@ -119,6 +129,14 @@ class Scheduler:
     def main_task(self, rank: int) -> Task:
         """The first task of ``rank``."""
         return self._mains[rank]
+
+    def hold(self, rank: int, seconds: float) -> None:
+        """Run no task of ``rank`` for so many virtual seconds: as if it was stopped by a signal, or swapped out."""
+        self._stopped[rank] = self.now_s + seconds
+
+    def interrupt(self, rank: int) -> None:
+        """Raise KeyboardInterrupt in the main task of ``rank``, where it waits."""
+        self._mains[rank].interrupt = KeyboardInterrupt()
 
     def stop_rank(self, rank: int) -> None:
         """Kill the tasks of ``rank``: each ends at its wait. The running one ends at its next."""
@@ -166,6 +184,9 @@ class Scheduler:
             task.baton.acquire()
         if task.stop is not None:
             raise task.stop
+        if task.interrupt is not None:
+            interrupt, task.interrupt = task.interrupt, None
+            raise interrupt
 
     def _pass_on(self) -> None:
         chosen = self._choose()
@@ -201,13 +222,19 @@ class Scheduler:
             task.stop = task.stop or Deadlock(f"{reason}: {waits}")
 
     def _is_ready(self, task: Task) -> bool:
-        if task.stop is not None or task.condition is None:
+        if task.stop is not None:
+            return True
+        if self._stopped and self._stopped.get(task.rank, 0.0) > self.now_s:
+            return False
+        if task.condition is None or (task.interrupt is not None and task.is_interruptible):
             return True
         return task.condition() or (task.deadline is not None and task.deadline <= self.now_s)
 
     def _advance(self, alive: list[Task]) -> bool:
         """Move the clock to the next message or deadline; whether there is one."""
-        times = [task.deadline for task in alive if task.deadline is not None]
+        held = {rank: until for rank, until in self._stopped.items() if until > self.now_s}
+        times = [task.deadline for task in alive if task.deadline is not None and task.rank not in held]
+        times += [until for rank, until in held.items() if any(task.rank == rank for task in alive)]
         if self._timers:
             times.append(self._timers[0][0])
         if not times or min(times) > self._limit_s:

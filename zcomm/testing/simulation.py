@@ -8,6 +8,8 @@
 from __future__ import annotations
 
 import gc
+import random
+import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +21,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from zcomm._base.rank_context import PerRank, RankContext
+from zcomm._kernels import kernels
+from zcomm.testing.file_queue import simulated_file_queue
 from zcomm.testing.network import SimulatedGroup, SimulatedNetwork, SimulatedStore
 from zcomm.testing.scheduler import Scheduler
 from zcomm.testing.threads import threads_of
@@ -87,6 +91,7 @@ class Simulation:
         timeout_s: Of process groups and the store, in virtual seconds.
         limit_s: A job that runs longer, in virtual seconds, is stopped as a deadlock.
         limit_events: So is one with more events.
+        after: An earlier start of the same job, whose store is still there: as torchrun's agent keeps it.
     """
 
     def __init__(
@@ -97,10 +102,17 @@ class Simulation:
         timeout_s: float = 1800.0,
         limit_s: float = 1e5,
         limit_events: int = 10**6,
+        after: Simulation | None = None,
     ) -> None:
         self.world_size, self._timeout_s = world_size, timeout_s
         self.scheduler = Scheduler(seed, limit_s=limit_s, limit_events=limit_events)
         self.network = SimulatedNetwork(self.scheduler)
+        self._num_starts: int = 1 if after is None else after._num_starts + 1
+        self._tokens = random.Random(f"tokens of start {self._num_starts} of {seed}")
+        if after is not None:
+            self.network.values = after.network.values
+        self.files_fail_after: dict[int, int] = {}
+        """By rank: after so many events it can neither create nor write files of offloaded values."""
         self._outcomes = [Outcome() for _ in range(world_size)]
 
     def kill(self, rank: int) -> None:
@@ -108,6 +120,14 @@ class Simulation:
         self._outcomes[rank].is_killed = True
         self.scheduler.stop_rank(rank)
         self.network.close_rank(rank)
+
+    def stop(self, rank: int, seconds: float) -> None:
+        """Let ``rank`` do nothing for so many virtual seconds; its connections stay."""
+        self.scheduler.hold(rank, seconds)
+
+    def interrupt(self, rank: int) -> None:
+        """Raise KeyboardInterrupt in the main thread of ``rank`` where it waits; in gloo's waits, after them."""
+        self.scheduler.interrupt(rank)
 
     def run(self, program: Callable[[int], object]) -> list[Outcome]:
         """Run ``program(rank)`` on every rank to its end; what each returned or raised. Raises nothing itself."""
@@ -158,6 +178,7 @@ class Simulation:
     def _destroy(self, group: Any = None) -> None:
         world = _WORLD()
         for one in [group] if group is not None else list(world.pg_map):
+            self.network.close_group(one.group_name, dist.get_rank(), "Connection closed by peer")
             for table in (world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config):
                 table.pop(one, None)
         if group is None:
@@ -165,18 +186,23 @@ class Simulation:
 
     @contextmanager
     def _installed(self) -> Iterator[None]:
-        replaced = {"new_group": self._new_group, "destroy_process_group": self._destroy}
-        before = {name: getattr(dist, name) for name in replaced}
+        replaced: list[tuple[Any, str, Any]] = [
+            (dist, "new_group", self._new_group),
+            (dist, "destroy_process_group", self._destroy),
+            (secrets, "token_hex", lambda nbytes: self._tokens.randbytes(nbytes).hex()),
+            (kernels, "file_queue", partial(simulated_file_queue, self.scheduler, self.files_fail_after)),
+        ]
+        before = [getattr(where, name) for where, name, _ in replaced]
         collects = gc.isenabled()
         gc.disable()  # finalizers would run at places that differ between replays
         distributed_c10d._world = _WorldOfRank()  # type: ignore[assignment]
-        for name, function in replaced.items():
-            setattr(dist, name, function)
+        for where, name, function in replaced:
+            setattr(where, name, function)
         try:
             yield
         finally:
-            for name, function in before.items():
-                setattr(dist, name, function)
+            for (where, name, _), function in zip(replaced, before, strict=True):
+                setattr(where, name, function)
             distributed_c10d._world = _OF_PROCESS
             gc.collect(0)  # all that the run has made is in the youngest generation
             if collects:

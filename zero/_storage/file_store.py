@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from zcomm import IntegrityError, LayoutError, StateError, Topology, control
+from zcomm._base.rank_context import threads
 from zcomm._kernels import kernels
 from zero._ranks.rank_errors import on_every_rank
 from zero._storage import transfer_counters
@@ -83,7 +84,7 @@ class Transfer:
         self._ticket: int | None = ticket
         self._file = file
         self._error: OSError | None = None
-        self._lock = threading.Lock()
+        self._lock = threads().Lock()  # held while it waits
 
     @property
     def is_done(self) -> bool:

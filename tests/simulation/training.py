@@ -1,0 +1,118 @@
+"""Simulated training: steps of a tiny model in every mode."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import zero
+from tests.simulation.definition import Scenario
+from tests.simulation.protocols import point
+
+SHARDED = {"stage": 3, "stage3_param_persistence_threshold": 0}
+MODES: dict[str, dict[str, Any]] = {
+    "stage 0": {"stage": 0},
+    "stage 1": {"stage": 1},
+    "stage 2": {"stage": 2},
+    "stage 3": SHARDED,
+    "persistent": {"stage": 3, "stage3_param_persistence_threshold": 100},
+    "zero++": {
+        **SHARDED, "zero_quantized_weights": True, "zero_quantized_gradients": True, "zero_hpz_partition_size": 2,
+    },
+    "delta": {"stage": 1, "mode": "delta"},
+    "delta_hpz": {**SHARDED, "mode": "delta_hpz"},
+    "offloaded": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+    "delayed": {"stage": 2, "offload_optimizer": {"device": "cpu"}, "delayed_update": True, "delay_start": 1},
+    "files": {"stage": 2, "offload_optimizer": {"device": "nvme"}},
+    "all in files": {**SHARDED, "offload_optimizer": {"device": "nvme"}, "offload_param": {"device": "nvme"}},
+}  # fmt: skip
+CALLS = ("clip", "no_sync", "evaluate", "gather", "state_dict")
+FAULTS = ("raises", "dies", "interrupted", "stopped", "slow", "flips", "file errors")
+NUM_EVENTS = 1200
+FAILED = "a step has failed"
+
+
+def program(scenario: Scenario, rank: int, history: list[list[str]] | None = None) -> list[Any]:
+    """Train; returns losses, values and parameters. ``history`` gets those of this rank before and after each step."""
+    with tempfile.TemporaryDirectory() as folder:
+        return _train(scenario, rank, folder, None if history is None else history[rank])
+
+
+def _train(scenario: Scenario, rank: int, folder: str, history: list[str] | None) -> list[Any]:
+    model = _model()
+    options = {
+        key: {**value, "nvme_path": folder} if isinstance(value, dict) and value["device"] == "nvme" else value
+        for key, value in MODES[scenario.mode].items()
+    }
+    if options.get("zero_hpz_partition_size"):
+        options["zero_hpz_partition_size"] = scenario.ranks_per_node
+    optimizer = zero.ZeroOptimizer(model, torch.optim.AdamW, lr=1e-2, ranks_per_node=scenario.ranks_per_node, **options)
+    results: list[Any] = []
+    for number, call in enumerate((*scenario.calls, "")):
+        if history is not None:
+            history.append(parameters(model))
+        point(scenario, rank, number)
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(100 * number + rank))
+        try:
+            results += _called(call, optimizer, model, x)
+        except OSError as error:  # raised on every rank; the step was made on none, or on all
+            return [FAILED, error.errno, parameters(model)]
+    optimizer.finish_update()
+    results.append(parameters(model))
+    optimizer.close()
+    return results
+
+
+def _called(call: str, optimizer: zero.ZeroOptimizer, model: nn.Module, x: Tensor) -> list[Any]:
+    """Make ``call``; its results."""
+    results: list[Any] = []
+    if call in ("step", "clip", "no_sync"):
+        if call == "no_sync":
+            with optimizer.no_sync():
+                model(x).square().mean().backward()
+        loss = model(x).square().mean()
+        loss.backward()
+        if call == "clip":
+            results.append(optimizer.clip_grad_norm_(0.1).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        results.append(loss.item())
+    elif call == "evaluate":
+        with torch.no_grad():
+            results.append(model(x).sum().item())
+    elif call == "state_dict":
+        results.append(sorted((name, value.sum().item()) for name, value in model.state_dict().items()))
+    elif call == "gather":
+        results.append(parameters(model))
+    return results
+
+
+def _model() -> nn.Module:
+    generator = torch.Generator().manual_seed(1)
+    model = nn.Sequential(nn.Linear(8, 24), nn.GELU(), nn.Linear(24, 8))
+    for param in model.parameters():
+        param.data = torch.randn(param.shape, generator=generator) / 8
+    return model
+
+
+def parameters(model: nn.Module) -> str:
+    with zero.GatheredParameters(list(model.parameters())):
+        return repr([param.detach().sum().item() for param in model.parameters()])
+
+
+def draw(seed: int) -> Scenario:
+    """The scenario of ``seed``."""
+    rng = random.Random(f"training {seed}")
+    world_size = rng.choice((2, 2, 4))
+    steps = [rng.choice((*CALLS, "step", "step")) for _ in range(rng.randint(1, 3))]
+    per_node = 2 if world_size == 4 else rng.choice((1, 2))
+    scenario = Scenario("training", seed, world_size, per_node, (*steps, "step"), rng.choice(tuple(MODES)))
+    kind = rng.choice(("", *FAULTS))
+    if not kind or (kind == "file errors" and "files" not in scenario.mode):
+        return scenario
+    at = rng.randrange(len(scenario.calls) + 1) if kind == "raises" else rng.randrange(NUM_EVENTS)
+    return scenario.with_fault(kind, rng.randrange(world_size), at)
