@@ -7,7 +7,7 @@ Properties, after every run:
     P2  All live ranks end alike: with results, or all with an error of the library that names what happened.
     P3  Without an error, results are those that another order of events gives: the same losses and parameters, bit by
         bit, and the same parameters on every rank. Results of protocols are known. A fault that can be survived, is:
-        messages that take long, a rank that is stopped for less than the timeout, a job that starts again.
+        messages that take long, a rank that is stopped for less than the timeout, a job that starts again, and P4.
     P4  Where one rank makes another call than the others, every rank that waits gets a DivergedError, and what they
         call next works.
     P5  Of what is left on a disk that lost its power, or of a job that lost a rank, the last checkpoint that every rank
@@ -37,7 +37,7 @@ LATENCY_S = 0.5, 3.0
 """Of a slow network."""
 STOPPED_S = 0.1, 12.0
 DIVERGED_AFTER_S = "5"
-SURVIVED = ("slow", "stopped", "restarts")
+SURVIVED = ("slow", "stopped", "restarts", *protocols.ALONE_FAULTS)
 
 
 def draw(level: str, seed: int) -> Scenario:
@@ -144,6 +144,8 @@ def _problem(scenario: Scenario, outcomes: list[Outcome]) -> str:
         return f"P2: ranks end with {[one.error for _, one in live]!r}"
     has_own_error = fault.kind in ("raises", "interrupted")
     alike = {type(one.error) for rank, one in live if not has_own_error or rank != fault.rank}
+    if fault.kind == "late":  # a rank whose timeout ends with the last exchange is alone
+        alike.discard(type(None))
     may_differ = fault.kind in ("dies", "interrupted") or "part" in scenario.calls  # ranks outside need not notice
     if len(alike) > 1 and not may_differ:
         return f"P2: rank {fault.rank} {fault.kind}, and ranks end with {[one.error for _, one in live]!r}"

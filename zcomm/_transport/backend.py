@@ -404,8 +404,12 @@ def gather_ints(value: int, group: dist.ProcessGroup | None) -> list[int]:
     if not takes_host_tensors(backend_of(group)):
         ranks = dist.get_process_group_ranks(process_group)
         return [int(text) for text in exchange_texts(ranks, str(value), lane="numbers", timeout=timeout_of(group))]
-    size, rank = dist.get_world_size(group), dist.get_rank(group)
-    return ints_over(value, Hop(process_group, size, rank, 0, 0, backend_of(group), log_of(process_group)))
+    return ints_over(value, hop_over(process_group))
+
+
+def hop_over(group: dist.ProcessGroup) -> Hop:
+    """One hop over ``group``, whose messages are not counted by link."""
+    return Hop(group, dist.get_world_size(group), dist.get_rank(group), 0, 0, backend_of(group), log_of(group))
 
 
 def ints_over(value: int, hop: Hop) -> list[int]:

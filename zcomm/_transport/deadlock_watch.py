@@ -134,9 +134,10 @@ def skip(topology: Watchable, numbers: Mapping[str, int]) -> None:
 def hops_of(topology: Watchable) -> Iterator[Watched]:
     """The hops of ``topology`` that have several ranks."""
     t, seen = topology, set[int]()
-    of_host: Hop = vars(t).get("on_host", ALONE)
-    pairs = (("", t.world, ALONE), ("intra", t.intra, t.inter), ("inter", t.inter, t.intra), ("host", of_host, ALONE))
-    for kind, hop, paired in pairs:
+    on_host: Hop = vars(t).get("on_host", ALONE)
+    of_background = getattr(vars(t).get("background"), "hop", ALONE)
+    pairs = (("", t.world, ALONE), ("intra", t.intra, t.inter), ("inter", t.inter, t.intra), ("host", on_host, ALONE))
+    for kind, hop, paired in (*pairs, ("background", of_background, ALONE)):
         if hop.group is not None and id(hop.log) not in seen and is_open(hop.group):
             seen.add(id(hop.log))
             ranks = ranks_of(hop.group)
@@ -353,7 +354,7 @@ class DeadlockWatch:
         """The call in which the thread of ``stack`` may be blocked; empty: it computes."""
         name, function = stack[0].file, stack[0].function
         if name.endswith("concurrent/futures/thread.py") and function == "_worker":
-            return IDLE if waiting else ""
+            return IDLE
         if function == "_engine_run_backward":  # the main thread waits for a thread of autograd, which may be blocked
             ours = {thread.ident for thread in threading.enumerate() if not isinstance(thread, threading._DummyThread)}
             return IDLE if waiting - ours else ""

@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from zcomm._base.rank_context import PerRank, bound, threads
-from zcomm._transport.backend import Hop, backend_of, gather_ints, timeout_of
+from zcomm._transport.backend import ALONE, Hop, backend_of, gather_ints, hop_over, timeout_of
 from zcomm._transport.collective_log import failing
 from zcomm._transport.tagged_group import is_open
 from zcomm.errors import StateError
@@ -200,6 +200,8 @@ class Background:
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = group
+        self.hop = ALONE if group is None else hop_over(group)
+        """For the deadlock watch."""
         self.last: Any = None
         """For the submitter: the work to wait for before it submits more."""
         self._thread = threads().Executor(1, thread_name_prefix="zcomm-background")

@@ -321,7 +321,9 @@ class Topology:
         if self.world_size == 1:
             return Background(None)
         self._barrier()
-        return Background(self._new_gloo_group())
+        background = Background(self._new_gloo_group())
+        background.hop.log.departed = self.world.log.departed
+        return background
 
     @lazy
     def on_host(self) -> Hop:
@@ -410,7 +412,7 @@ class Topology:
             background.close()
             if background.group is not None:
                 self._groups.append(background.group)
-                background.group = None
+                background.group, background.hop = None, ALONE
         # In this order: queued collectives still use the groups, and the watch publishes the departure under the name
         # of the group, which a closed hop no longer has.
         self.queue.close()

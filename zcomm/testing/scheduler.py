@@ -247,3 +247,22 @@ class Scheduler:
     def value(self, low: float, high: float) -> float:
         """A number that the seed decides."""
         return self.random.uniform(low, high)
+
+
+class SimulatedClock:
+    """The virtual clock of a simulation."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+
+    def monotonic(self) -> float:
+        """Virtual seconds since the simulation began."""
+        return self._scheduler.now_s
+
+    def time(self) -> float:
+        """Of a calendar that begins in 2001."""
+        return 1e9 + self._scheduler.now_s
+
+    def sleep(self, seconds: float, /) -> None:
+        """Wait so many virtual seconds."""
+        self._scheduler.wait(lambda: False, seconds, "sleep")

@@ -24,7 +24,7 @@ from zcomm._base.rank_context import PerRank, RankContext
 from zcomm._kernels import kernels
 from zcomm.testing.file_queue import simulated_file_queue
 from zcomm.testing.network import SimulatedGroup, SimulatedNetwork, SimulatedStore
-from zcomm.testing.scheduler import Scheduler
+from zcomm.testing.scheduler import Scheduler, SimulatedClock
 from zcomm.testing.threads import threads_of
 
 
@@ -35,22 +35,6 @@ class Outcome:
     result: Any = None
     error: BaseException | None = None
     is_killed: bool = False
-
-
-class SimulatedClock:
-    """The virtual clock of a simulation."""
-
-    def __init__(self, scheduler: Scheduler) -> None:
-        self._scheduler = scheduler
-
-    def monotonic(self) -> float:
-        return self._scheduler.now_s
-
-    def time(self) -> float:
-        return 1e9 + self._scheduler.now_s
-
-    def sleep(self, seconds: float, /) -> None:
-        self._scheduler.wait(lambda: False, seconds, "sleep")
 
 
 class _World(distributed_c10d._World):
