@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import random
 import tempfile
 from typing import Any
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 import zero
 from tests.simulation.definition import Scenario
 from tests.simulation.protocols import point
+from zcomm import DivergedError
 
 SHARDED = {"stage": 3, "stage3_param_persistence_threshold": 0}
 MODES: dict[str, dict[str, Any]] = {
@@ -30,7 +33,10 @@ MODES: dict[str, dict[str, Any]] = {
     "files": {"stage": 2, "offload_optimizer": {"device": "nvme"}},
     "all in files": {**SHARDED, "offload_optimizer": {"device": "nvme"}, "offload_param": {"device": "nvme"}},
 }  # fmt: skip
-CALLS = ("clip", "no_sync", "evaluate", "gather", "state_dict")
+EXACT = ("stage 0", "stage 1", "stage 2", "stage 3", "persistent", "offloaded", "files", "all in files")
+"""Modes whose values are those of plain training, but for the order of sums."""
+CALLS = ("clip", "no_sync", "evaluate", "gather", "state_dict", "uneven")
+STEPS = ("step", "clip", "no_sync", "uneven")
 FAULTS = ("raises", "dies", "interrupted", "stopped", "slow", "flips", "file errors")
 NUM_EVENTS = 1200
 FAILED = "a step has failed"
@@ -56,9 +62,13 @@ def _train(scenario: Scenario, rank: int, folder: str, history: list[str] | None
         if history is not None:
             history.append(parameters(model))
         point(scenario, rank, number)
-        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(100 * number + rank))
+        x = batch(number, rank)
         try:
-            results += _called(call, optimizer, model, x)
+            results += _called(call, optimizer, model, x, rank)
+        except DivergedError:
+            if call != "uneven":
+                raise
+            return [*results, "diverged"]
         except OSError as error:  # raised on every rank; the step was made on none, or on all
             return [FAILED, error.errno, parameters(model)]
     optimizer.finish_update()
@@ -67,14 +77,14 @@ def _train(scenario: Scenario, rank: int, folder: str, history: list[str] | None
     return results
 
 
-def _called(call: str, optimizer: zero.ZeroOptimizer, model: nn.Module, x: Tensor) -> list[Any]:
-    """Make ``call``; its results."""
+def _called(call: str, optimizer: zero.ZeroOptimizer, model: nn.Sequential, x: Tensor, rank: int) -> list[Any]:
+    """Make ``call``; its results. "uneven": the first rank uses one layer alone."""
     results: list[Any] = []
-    if call in ("step", "clip", "no_sync"):
+    if call in STEPS:
         if call == "no_sync":
             with optimizer.no_sync():
                 model(x).square().mean().backward()
-        loss = model(x).square().mean()
+        loss = _loss(call, model, x, rank)
         loss.backward()
         if call == "clip":
             results.append(optimizer.clip_grad_norm_(0.1).item())
@@ -85,13 +95,62 @@ def _called(call: str, optimizer: zero.ZeroOptimizer, model: nn.Module, x: Tenso
         with torch.no_grad():
             results.append(model(x).sum().item())
     elif call == "state_dict":
-        results.append(sorted((name, value.sum().item()) for name, value in model.state_dict().items()))
+        results.append(_sums_by_name(model))
     elif call == "gather":
         results.append(parameters(model))
     return results
 
 
-def _model() -> nn.Module:
+def _loss(call: str, model: nn.Sequential, x: Tensor, rank: int) -> Tensor:
+    used = model[0] if call == "uneven" and rank == 0 else model
+    return used(x).square().mean()
+
+
+def oracle(scenario: Scenario) -> list[list[Any]]:
+    """What each rank's program returns, by plain torch: every rank's gradients of one model are added up."""
+    world_size, model = scenario.world_size, _model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    results: list[list[Any]] = [[] for _ in range(world_size)]
+    for number, call in enumerate(scenario.calls):
+        for rank in range(world_size):
+            x = batch(number, rank)
+            if call in STEPS:
+                losses = [_loss(call, model, x, rank)] + [_loss("", model, x, rank)] * (call == "no_sync")
+                (sum(losses, torch.zeros(())) / world_size).backward()
+                results[rank].append(losses[0].item())
+            elif call == "evaluate":
+                results[rank].append(model(x).sum().item())
+            elif call == "state_dict":  # at stage 3 the first rank has it, and no other
+                has_it = rank == 0 or MODES[scenario.mode]["stage"] < 3
+                results[rank].append(_sums_by_name(model) if has_it else [])
+            elif call == "gather":
+                results[rank].append(_sums(model))
+        if call in STEPS:
+            if call == "clip":
+                norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1).item()
+                for of_rank in results:
+                    of_rank.insert(len(of_rank) - 1, norm)
+            optimizer.step()
+            optimizer.zero_grad()
+    return [[*of_rank, _sums(model)] for of_rank in results]
+
+
+def is_close(found: Any, expected: Any) -> bool:
+    """Whether two results are equal but for rounding."""
+    if isinstance(expected, str) and expected.startswith("["):
+        found, expected = json.loads(found), json.loads(expected)
+    if isinstance(expected, float):
+        return math.isclose(found, expected, rel_tol=1e-3, abs_tol=1e-4)
+    if isinstance(expected, str):
+        return bool(found == expected)
+    return len(found) == len(expected) and all(map(is_close, found, expected))
+
+
+def batch(number: int, rank: int) -> Tensor:
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(100 * number + rank))
+
+
+def _model() -> nn.Sequential:
     generator = torch.Generator().manual_seed(1)
     model = nn.Sequential(nn.Linear(8, 24), nn.GELU(), nn.Linear(24, 8))
     for param in model.parameters():
@@ -101,7 +160,15 @@ def _model() -> nn.Module:
 
 def parameters(model: nn.Module) -> str:
     with zero.GatheredParameters(list(model.parameters())):
-        return repr([param.detach().sum().item() for param in model.parameters()])
+        return _sums(model)
+
+
+def _sums_by_name(model: nn.Module) -> list[tuple[str, float]]:
+    return sorted((name, value.sum().item()) for name, value in model.state_dict().items())
+
+
+def _sums(model: nn.Module) -> str:
+    return repr([param.detach().sum().item() for param in model.parameters()])
 
 
 def draw(seed: int) -> Scenario:
