@@ -6,7 +6,10 @@
 from __future__ import annotations
 
 import errno
+import re
 import secrets
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from datetime import datetime, timezone
@@ -27,6 +30,7 @@ from zcomm.testing import Deadlock, Simulation
 from zero._storage.file_store import FileStore
 from zero._storage.tier_settings import FileSettings
 
+ROOT = Path(__file__).parents[2]
 TODAY = int(datetime.now(timezone.utc).strftime("%Y%m%d")) * 1_000_000
 SECONDS = {"protocols": 20.0, "training": 25.0, "checkpoints": 15.0}
 
@@ -264,3 +268,14 @@ def test_a_failing_scenario_is_reduced_to_what_makes_it_fail() -> None:
     fails: Callable[[Scenario], bool] = lambda one: "texts" in one.calls and one.world_size > 2  # noqa: E731
     least = minimised(scenario, fails)
     assert (least.world_size, least.calls, least.fault) == (3, ("texts",), None)
+
+
+def _lone_calls(*words: str) -> str:
+    command = [sys.executable, "-m", "tests.simulation.lone_calls", "--count", "6", *words]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300).stdout
+
+
+def test_a_call_of_one_rank_alone_is_named_and_was_not_before_its_mend() -> None:
+    assert re.findall(r": (\w+)", _lone_calls()) == ["named"] * 3
+    if subprocess.run(["git", "cat-file", "-e", "6aae586~1"], cwd=ROOT, check=False).returncode == 0:
+        assert re.findall(r": (\w+)", _lone_calls("--at", "6aae586~1")) == ["aborted"] * 3

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from queue import Empty
 from typing import Any
@@ -121,8 +122,10 @@ class SimulatedThread:
 
     scheduler: Scheduler
 
-    def __init__(self, target: Callable[[], object], name: str = "", daemon: bool = False) -> None:
-        self._target, self.name, self.daemon = bound(target), name, daemon
+    def __init__(
+        self, target: Callable[..., object], name: str = "", args: tuple[Any, ...] = (), *, daemon: bool = False
+    ) -> None:
+        self._target, self.name, self.daemon = bound(partial(target, *args)), name, daemon
         self._task: Task | None = None
         self.ident: int | None = None
 
