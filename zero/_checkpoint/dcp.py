@@ -27,7 +27,6 @@ from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
-    StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
 )
@@ -101,21 +100,12 @@ class FlatPart:
 
 
 class SavePartsPlanner(DefaultSavePlanner):
-    """DCP's planner for saving ``parts``."""
+    """DCP's planner for saving ``parts``; the state dict that DCP takes is empty."""
 
     def __init__(self, parts: Sequence[FlatPart]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._parts = parts
         self._chunks: dict[MetadataIndex, tuple[FlatPart, int, int]] = {}
-
-    def set_up_planner(
-        self,
-        state_dict: dict[str, Any],
-        storage_meta: StorageMeta | None = None,  # noqa: ARG002
-        is_coordinator: bool = False,  # noqa: FBT001
-    ) -> None:
-        """Ignore DCP's state dict, which is empty: what to save is in the parts."""
-        self.state_dict, self.is_coordinator = state_dict, is_coordinator
 
     def create_local_plan(self) -> SavePlan:
         """Return one item for every chunk."""
@@ -137,21 +127,12 @@ class SavePartsPlanner(DefaultSavePlanner):
 
 
 class LoadPartsPlanner(DefaultLoadPlanner):
-    """DCP's planner for loading ``parts``, into their values."""
+    """DCP's planner for loading ``parts``, into their values; the state dict that DCP takes is empty."""
 
     def __init__(self, parts: Sequence[FlatPart]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._parts = parts
         self._values: dict[MetadataIndex, Tensor] = {}
-
-    def set_up_planner(
-        self,
-        state_dict: dict[str, Any],
-        metadata: Metadata | None = None,
-        is_coordinator: bool = False,  # noqa: FBT001
-    ) -> None:
-        """Ignore DCP's state dict, which is empty: the targets are in the parts."""
-        self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
 
     def create_local_plan(self) -> LoadPlan:
         """Return one item for every stored chunk that overlaps a part."""
