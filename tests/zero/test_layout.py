@@ -25,12 +25,14 @@ def test_every_element_of_every_parameter_is_in_one_piece(
     layout = BucketLayout.of([str(i) for i in range(len(shapes))], shapes, world_size, align)
     owners: dict[int, int] = {}
     for shard in range(world_size):
+        base = shard * layout.shard_numel
         for piece in layout.pieces(shard):
             assert piece.start % align == 0
             slot = layout.slots[piece.slot]
-            assert piece.stop % align == 0 or piece.stop == slot.offset + slot.numel
-            assert shard * layout.shard_numel <= piece.start < piece.stop <= (shard + 1) * layout.shard_numel
-            for element in range(piece.start, piece.stop):
+            assert slot.offset + piece.first == base + piece.start
+            assert piece.stop % align == 0 or base + piece.stop == slot.offset + slot.numel
+            assert 0 <= piece.start < piece.stop <= layout.shard_numel
+            for element in range(base + piece.start, base + piece.stop):
                 assert element not in owners
                 owners[element] = piece.slot
     for index, slot in enumerate(layout.slots):
@@ -38,6 +40,8 @@ def test_every_element_of_every_parameter_is_in_one_piece(
         assert slot.offset % align == 0
         assert all(owners.pop(e) == index for e in range(slot.offset, slot.offset + slot.numel))
     assert not owners
+    whole = [(piece.slot, piece.first, piece.start, piece.stop) for piece in layout.pieces(None)]
+    assert whole == [(i, 0, s.offset, s.offset + s.numel) for i, s in enumerate(layout.slots) if s.numel]
 
 
 @given(shapes=SHAPES, world_size=st.integers(1, 7))

@@ -27,23 +27,20 @@ from zero._ranks.collective_calls import collective
 from zero._ranks.rank_errors import on_every_rank
 from zero._runtime.runtime import Runtime
 from zero._sharding.bucket import Bucket, BucketState, ShardInfo
+from zero._sharding.layout import ShardPiece
 
 
 class ParameterLocation(NamedTuple):
-    """A managed parameter, and this rank's part: elements ``first`` to ``last``, at ``start`` of its shard."""
+    """A managed parameter, and this rank's part of it: ``numel`` elements from number ``first`` on."""
 
     runtime: Runtime
     bucket: Bucket
     slot: int
     name: str
     first: int
-    last: int
-    start: int
-
-    @property
-    def part(self) -> slice:
-        """This rank's elements of the parameter, as a slice of its shard of the bucket."""
-        return slice(self.start, self.start + self.last - self.first)
+    numel: int
+    part: slice
+    """The same elements in this rank's shard of the bucket."""
 
 
 def _topology_of(param: nn.Parameter) -> Topology | None:
@@ -56,16 +53,10 @@ def _locate(param: nn.Parameter) -> ParameterLocation | None:
     if info is None or not isinstance(info.owner, Runtime):
         return None
     runtime, bucket, slot = info.owner, info.bucket, info.bucket.layout.slots[info.slot]
-    low, high = 0, bucket.layout.numel
-    if runtime.stage.shards_states:
-        low = runtime.topology.shard_index("local") * bucket.layout.shard_numel
-        high = low + bucket.layout.shard_numel
-    start, stop = max(slot.offset, low), min(slot.offset + slot.numel, high)
-    if start >= stop:
-        return ParameterLocation(runtime, bucket, info.slot, slot.name, 0, 0, 0)
-    return ParameterLocation(
-        runtime, bucket, info.slot, slot.name, start - slot.offset, stop - slot.offset, start - low
-    )
+    pieces = bucket.layout.pieces(runtime.topology.shard_index("local") if runtime.stage.shards_states else None)
+    own = next((piece for piece in pieces if piece.slot == info.slot), ShardPiece(info.slot, 0, 0, 0))
+    part = slice(own.start, own.stop)
+    return ParameterLocation(runtime, bucket, info.slot, slot.name, own.first, own.stop - own.start, part)
 
 
 def _gathered(location: ParameterLocation, own: Tensor) -> Tensor:
@@ -90,7 +81,7 @@ def _checked(location: ParameterLocation, value: Tensor, numel: int) -> Tensor:
 
 def _local_value(location: ParameterLocation, value: Tensor) -> Tensor:
     """This rank's own ``value`` of its part, flat."""
-    return _checked(location, value, location.last - location.first).reshape(-1)
+    return _checked(location, value, location.numel).reshape(-1)
 
 
 def _own_part(location: ParameterLocation, value: Tensor) -> Tensor:
@@ -98,7 +89,7 @@ def _own_part(location: ParameterLocation, value: Tensor) -> Tensor:
     numel = location.bucket.layout.slots[location.slot].numel
     full = _checked(location, value, numel).detach().to(location.bucket.device, copy=True).reshape(-1)
     control.broadcast_(full, 0, location.runtime.topology)
-    return full[location.first : location.last]
+    return full[location.first : location.first + location.numel]
 
 
 @collective("param", of=_topology_of)
@@ -148,8 +139,7 @@ def _set_master(location: ParameterLocation, own: Tensor) -> None:
     if bucket.state is not BucketState.SHARDED:  # gathered, or in flight, with the old value
         runtime.gatherer.acquire(bucket)
         values = _gathered(location, on_every_rank(bucket.storage.read, runtime.topology))
-        assert bucket.full is not None, "full without a buffer"
-        bucket.views(bucket.full)[location.slot].copy_(values)
+        bucket.views(bucket.buffer)[location.slot].copy_(values)
 
 
 def _locate_managed(param: nn.Parameter) -> ParameterLocation:
@@ -234,29 +224,31 @@ def _state(location: ParameterLocation, param: nn.Parameter, key: str) -> tuple[
     return value if is_part else None, None, bool((kinds[:, 0] == 2).any())
 
 
-def _found_state(param: nn.Parameter, key: str) -> tuple[ParameterLocation, Tensor | None, Tensor | None] | None:
-    """The location of ``param``, this rank's part of its state, and the state if it is one number; or None."""
+def _get_state(
+    param: nn.Parameter, key: str, read: Callable[[ParameterLocation, Tensor | None], Tensor]
+) -> Tensor | None:
+    """What ``read`` makes of this rank's part of a state; a scalar if it is one number. None if there is none."""
     location = _locate(param)
     if location is None:
         return None
     own, number, exists = _state(location, param, key)
-    return (location, own, None if number is None else torch.tensor(number)) if exists else None
+    if not exists:
+        return None
+    return read(location, own) if number is None else torch.tensor(number)
 
 
 @collective("param", "optim_state_key", of=_topology_of)
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
     """Return the full optimizer state ``optim_state_key`` of ``param``; a scalar if it is one number. Collective."""
-    found = _found_state(param, optim_state_key)
-    if found is None:
-        return None
-    location, own, number = found
-    if number is not None:
-        return number
-    with location.runtime.in_memory([location.bucket]):
-        rows = torch.zeros_like(location.bucket.master)
-        if own is not None:
-            rows[location.part].copy_(_values(location, param, optim_state_key))
-    return _gathered(location, rows)
+
+    def read(location: ParameterLocation, own: Tensor | None) -> Tensor:
+        with location.runtime.in_memory([location.bucket]):
+            rows = torch.zeros_like(location.bucket.master)
+            if own is not None:
+                rows[location.part].copy_(_values(location, param, optim_state_key))
+        return _gathered(location, rows)
+
+    return _get_state(param, optim_state_key, read)
 
 
 @collective("param", "optim_state_key", of=_topology_of)
@@ -265,19 +257,18 @@ def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) ->
 
     Collective: the ranks agree on whether the state exists.
     """
-    found = _found_state(param, optim_state_key)
-    if found is None:
-        return None
-    location, own, number = found
-    if number is not None:
-        return number
-    with location.runtime.states_in_memory(location.bucket):
-        return torch.empty(0) if own is None else _values(location, param, optim_state_key).float().clone()
+
+    def read(location: ParameterLocation, own: Tensor | None) -> Tensor:
+        with location.runtime.states_in_memory(location.bucket):
+            return torch.empty(0) if own is None else _values(location, param, optim_state_key).float().clone()
+
+    return _get_state(param, optim_state_key, read)
 
 
 def _values(location: ParameterLocation, param: nn.Parameter, key: str) -> Tensor:
-    """This rank's part of a state that is in memory."""
-    return location.runtime.states.values(param, key, location.last - location.first)
+    """This rank's part of a state that is in memory, without padding."""
+    values: Tensor = location.runtime.states.get(param, key)
+    return values[: location.numel]
 
 
 def _set_state(param: nn.Parameter, key: str, own_value: Callable[[ParameterLocation], Tensor], value: Tensor) -> None:
@@ -290,7 +281,7 @@ def _set_state(param: nn.Parameter, key: str, own_value: Callable[[ParameterLoca
         part = own_value(location)
         with location.runtime.in_memory([location.bucket], is_changed=True):
             if own is not None:
-                states.set(param, key, part)
+                _values(location, param, key).copy_(part)
         return
     held = states.get(param, key)
     if isinstance(held, Tensor):

@@ -75,23 +75,18 @@ def local_weights(runtime: Runtime, access: Literal["sizes", "values", "changes"
     """
     row = runtime.topology.shard_index("local")
     for bucket in runtime.buckets:
-        base = row * bucket.layout.shard_numel if runtime.stage.shards_states else 0
         stays = access == "sizes" or bucket.states.is_in_files
         with runtime.in_memory([] if stays else [bucket], is_changed=access == "changes"):
             for piece, master in bucket.master_pieces(runtime.stage, row):
                 slot = bucket.layout.slots[piece.slot]
-                yield LocalPart(slot.name, slot.numel, piece.start - slot.offset, master, bucket, piece.start - base)
+                yield LocalPart(slot.name, slot.numel, piece.first, master, bucket, piece.start)
 
 
 def local_pieces(internals: OptimizerParts) -> Iterator[tuple[LocalPart, MasterPiece]]:
     """Yield this rank's part of every parameter that it updates, with its master."""
-    runtime = internals.runtime
-    row = runtime.topology.shard_index("local")
     for piece in internals.pieces:
-        base = row * piece.bucket.layout.shard_numel if runtime.stage.shards_states else 0
         slot = piece.bucket.layout.slots[piece.slot]
-        first = piece.start + base - slot.offset
-        yield LocalPart(slot.name, slot.numel, first, piece.master, piece.bucket, piece.start), piece
+        yield LocalPart(slot.name, slot.numel, piece.first, piece.master, piece.bucket, piece.start), piece
 
 
 def stale_parameter_parts(internals: OptimizerParts) -> list[FlatPart]:

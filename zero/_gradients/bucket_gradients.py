@@ -102,12 +102,12 @@ class BucketGrads:
         if not any(self.used):
             self.has_result = False
             self.store.clear()
-        at, base = self.bucket.layout.slots[slot], row * self.bucket.layout.shard_numel
+        at = self.bucket.layout.slots[slot]
         pieces = [piece for piece in self.bucket.layout.pieces(row) if piece.slot == slot]
 
         def forget(sums: Tensor) -> None:
             for piece in pieces:
-                sums[piece.start - base : piece.stop - base].zero_()
+                sums[piece.start : piece.stop].zero_()
 
         if self.has_result or self.store.is_on_device:
             self.store.change(forget)

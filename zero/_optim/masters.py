@@ -33,8 +33,10 @@ class MasterPiece:
     param: nn.Parameter
     bucket: Bucket
     slot: int
+    first: int
+    """The parameter's first of them."""
     start: int
-    """Offset of the first element in the bucket's master."""
+    """Its offset in the bucket's master."""
     master: Tensor
 
 
@@ -57,15 +59,6 @@ class OptimizerStates:
         piece, value = self._piece_of.get(param), self.get(param, key)
         return piece is not None and isinstance(value, Tensor) and is_elementwise(piece, value)
 
-    def values(self, param: nn.Parameter, key: str, numel: int) -> Tensor:
-        """The first ``numel`` values of an elementwise state in memory."""
-        values: Tensor = self.get(param, key)
-        return values[:numel]
-
-    def set(self, param: nn.Parameter, key: str, values: Tensor) -> None:
-        """Replace the first values of an elementwise state in memory."""
-        self.get(param, key)[: values.numel()].copy_(values)
-
 
 def is_elementwise(piece: MasterPiece, value: Tensor) -> bool:
     """Whether ``value``, a state of ``piece``, has a value for each element."""
@@ -77,9 +70,9 @@ def build_pieces(buckets: list[Bucket], stage: Stage, shard_index: int) -> list[
     pieces = []
     for bucket in buckets:
         if bucket.is_trainable:
-            base = shard_index * bucket.layout.shard_numel if stage.shards_states else 0
             for piece, master in bucket.master_pieces(stage, shard_index):
-                pieces.append(MasterPiece(bucket.params[piece.slot], bucket, piece.slot, piece.start - base, master))
+                param = bucket.params[piece.slot]
+                pieces.append(MasterPiece(param, bucket, piece.slot, piece.first, piece.start, master))
     return pieces
 
 

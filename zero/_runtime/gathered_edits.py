@@ -77,10 +77,9 @@ class GatheredEdits:
             control.broadcast_(bucket.buffer, rank, self._topology)
             row = self._topology.shard_index("local")
             rows = bucket.own_rows(self._stage, row)
-            base = row * rows.numel() if self._stage.shards_states else 0
             for piece, master in bucket.master_pieces(self._stage, row):
                 if piece.slot in changed:
-                    part = slice(piece.start - base, piece.stop - base)
+                    part = slice(piece.start, piece.stop)
                     values = rows[part].to(master.dtype)
                     if before is not None:
                         is_same = rows[part] == before[part]

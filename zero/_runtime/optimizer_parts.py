@@ -29,8 +29,5 @@ class OptimizerParts(NamedTuple):
 def values_of(pieces: list[MasterPiece], runtime: Runtime) -> Iterator[tuple[nn.Parameter, int, Tensor]]:
     """See :meth:`zero.ZeroOptimizer.master_pieces`."""
     for piece in pieces:
-        base = runtime.topology.shard_index("local") * piece.bucket.layout.shard_numel
-        slot = piece.bucket.layout.slots[piece.slot]
-        first = piece.start + (base if runtime.stage.shards_states else 0) - slot.offset
         with runtime.states_in_memory(piece.bucket):
-            yield piece.param, first, piece.master.clone() if piece.bucket.states.is_in_files else piece.master
+            yield piece.param, piece.first, piece.master.clone() if piece.bucket.states.is_in_files else piece.master

@@ -318,12 +318,8 @@ class Bucket:
 
     def master_pieces(self, stage: Stage, shard_index: int) -> list[tuple[ShardPiece, Tensor]]:
         """The pieces that this rank updates, as views of the master without padding."""
-        if not stage.shards_states:
-            ends = [(i, s.offset, s.offset + s.numel) for i, s in enumerate(self.layout.slots) if s.numel]
-            return [(ShardPiece(i, start, stop), self.master[start:stop]) for i, start, stop in ends]
-        base = shard_index * self.layout.shard_numel
-        pieces = self.layout.pieces(shard_index)
-        return [(piece, self.master[piece.start - base : piece.stop - base]) for piece in pieces]
+        pieces = self.layout.pieces(shard_index if stage.shards_states else None)
+        return [(piece, self.master[piece.start : piece.stop]) for piece in pieces]
 
     def own_rows(self, stage: Stage, shard_index: int) -> Tensor:
         """The part of the full bucket whose master this rank has."""

@@ -60,12 +60,13 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class ShardPiece:
-    """The part of slot number ``slot`` that lies in one shard, in elements counted from the start of the bucket.
+    """Elements ``[start, stop)`` of one shard, which are those of slot number ``slot`` from its element ``first`` on.
 
     No piece has padding in it, so updates of pieces leave it at zero.
     """
 
     slot: int
+    first: int
     start: int
     stop: int
 
@@ -121,13 +122,13 @@ class BucketLayout:
         low, high = shard * self.shard_numel, (shard + 1) * self.shard_numel
         return [(max(a, low) - low, min(b, high) - low) for a, b in self.gaps if a < high and b > low]
 
-    def pieces(self, shard: int) -> Iterator[ShardPiece]:
-        """The pieces of shard number ``shard``, in order."""
-        low, high = shard * self.shard_numel, (shard + 1) * self.shard_numel
+    def pieces(self, shard: int | None) -> Iterator[ShardPiece]:
+        """The pieces of shard number ``shard``, in order; None: of the bucket as one shard."""
+        low, high = (0, self.numel) if shard is None else (shard * self.shard_numel, (shard + 1) * self.shard_numel)
         for index, slot in enumerate(self.slots):
             start, stop = max(slot.offset, low), min(slot.offset + slot.numel, high)
             if start < stop:
-                yield ShardPiece(index, start, stop)
+                yield ShardPiece(index, start - slot.offset, start - low, stop - low)
 
     def chunks(self, max_numel: int, *, first_numel: int | None = None) -> list[tuple[int, int]]:
         """Column ranges of the shards such that one exchange carries at most ``max_numel`` elements of the bucket.

@@ -92,7 +92,5 @@ def _own_parts(runtime: Runtime, model: ModelParallel, bucket: Bucket) -> list[T
     if not runtime.stage.shards_states:
         assert grads.rows is not None, "stage 0 keeps this rank's rows of the gradient"
         own = grads.rows
-    row = runtime.topology.shard_index("local")
-    base = row * bucket.layout.shard_numel
-    pieces = [piece for piece in bucket.layout.pieces(row) if model.counts(bucket.params[piece.slot])]
-    return [own[piece.start - base : piece.stop - base] for piece in pieces]
+    pieces = bucket.layout.pieces(runtime.topology.shard_index("local"))
+    return [own[piece.start : piece.stop] for piece in pieces if model.counts(bucket.params[piece.slot])]
