@@ -68,18 +68,13 @@ class StreamedStates:
         for group in files.groups:
             own = [(local, piece) for local, piece in pieces if piece.bucket is group.bucket]
             is_complete = self._has_moments and all(f"weight/{local.name}" in self._index.tensors for local, _ in own)
-            unit = LoadedSubGroup(files, group, reads=not is_complete)
-            try:
-                unit.wait()
+            with files.loaded(group, reads=not is_complete) as unit:
                 if is_complete:
                     for buffer in (unit.master, *unit.moments.values()):
                         buffer.zero_()
                 for local, piece in own:
                     self._fill(group, unit, local, piece)
                 unit.start_write()
-            finally:
-                unit.wait()  # the write uses the unit's buffers until it is complete
-                unit.free()
 
     def _fill(self, group: SubGroup, unit: LoadedSubGroup, local: LocalPart, piece: MasterPiece) -> None:
         """Read the elements of ``piece`` that are in ``group``."""

@@ -217,20 +217,20 @@ class StateFiles(RuntimePart):
             group.has_moments = group.has_moments or bool(self.moments)
 
     @contextmanager
-    def _loaded(self, group: SubGroup, *, reads: bool, moments: bool = True) -> Iterator[LoadedSubGroup]:
+    def loaded(self, group: SubGroup, *, reads: bool, moments: bool = True) -> Iterator[LoadedSubGroup]:
         """A sub-group in memory, freed afterwards, once it is written if that was started inside."""
         unit = LoadedSubGroup(self, group, reads=reads, moments=moments)
         try:
             unit.wait()
             yield unit
         finally:
-            unit.wait()
+            unit.wait()  # a write uses the buffers until it is complete
             unit.free()
 
     def masters_of(self, bucket: Bucket) -> Iterator[tuple[int, int, Tensor]]:
         """The masters of ``bucket`` in parts, ``(start, stop, values)``; each is freed when the next is asked for."""
         for group in self.groups_of[bucket]:
-            with self._loaded(group, reads=True, moments=False) as unit:
+            with self.loaded(group, reads=True, moments=False) as unit:
                 yield group.start, group.stop, unit.master
 
     def read(self, bucket: Bucket, moment: str, base: int, start: int, stop: int) -> Tensor:
@@ -274,7 +274,7 @@ class StateFiles(RuntimePart):
         dtypes = {"": master_dtype(bucket.dtype), **self.moments}
         full = {name: torch.zeros(bucket.layout.shard_numel, dtype=dtype) for name, dtype in dtypes.items()}
         for group in self.groups_of[bucket]:
-            with self._loaded(group, reads=True) as unit:
+            with self.loaded(group, reads=True) as unit:
                 full[""][group.start : group.stop] = unit.master
                 for name, values in (unit.moments if group.has_moments else {}).items():
                     full[name][group.start : group.stop] = values
@@ -325,7 +325,7 @@ class StateFiles(RuntimePart):
     def write(self, bucket: Bucket, full: Mapping[str, Tensor]) -> None:
         """Replace the master, ``""``, and the moments of ``bucket``, if it has any yet."""
         for group in self.groups_of[bucket]:
-            with self._loaded(group, reads=False) as unit:
+            with self.loaded(group, reads=False) as unit:
                 unit.master.copy_(full[""][group.start : group.stop])
                 for name, values in unit.moments.items():
                     values.copy_(full[name][group.start : group.stop])
