@@ -65,7 +65,7 @@ def _fail_to_read(rank: int, release: str) -> None:
     model = new_small(seed=1)
     with zero_optimizer(model, new_inner(model), stage=2) as optimizer:
         before = whole_state(optimizer, model)
-        for name in ("LoadPartsPlanner", "make_complete_request"):
+        for name in ("LoadPartsPlanner", "make_request"):
 
             def full(*_: Any) -> None:
                 raise RuntimeError("no memory")

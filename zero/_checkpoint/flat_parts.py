@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -91,12 +91,16 @@ def local_pieces(internals: OptimizerParts) -> Iterator[tuple[LocalPart, MasterP
 
 def stale_parameter_parts(internals: OptimizerParts) -> list[FlatPart]:
     """Parameters to which a delayed update is not written back yet. Collective if they are in files."""
-    published, parts = internals.runtime.delayed.stale_shards(), []
-    for local, _ in local_pieces(internals):
-        if local.bucket in published:
-            shard = published[local.bucket]
-            parts.append(local.part(f"published/{local.name}", shard[local.start : local.start + local.values.numel()]))
-    return parts
+    return _shard_parts(internals, "published", internals.runtime.delayed.stale_shards())
+
+
+def _shard_parts(internals: OptimizerParts, kind: str, shards: Mapping[Bucket, Tensor]) -> list[FlatPart]:
+    """This rank's part of every parameter in ``shards``, which hold other values of it than the masters."""
+    return [
+        local.part(f"{kind}/{local.name}", shards[local.bucket][local.start :])
+        for local, _ in local_pieces(internals)
+        if local.bucket in shards
+    ]
 
 
 def state_parts(internals: OptimizerParts) -> list[FlatPart]:
@@ -183,18 +187,16 @@ def residual_layout(runtime: Runtime) -> int | None:
 
 def node_parts(internals: OptimizerParts) -> list[FlatPart]:
     """The replicas and residuals of this rank."""
-    runtime, parts = internals.runtime, []
-    of_bucket = runtime.mode_state.replica_shards()
-    for local, _ in local_pieces(internals):
-        if local.bucket in of_bucket:
-            values = of_bucket[local.bucket][local.start : local.start + local.values.numel()]
-            parts.append(local.part(f"replica/{local.name}", values))
-    residuals = runtime.mode_state.residuals
-    if residuals:
-        prefix = f"rank/{runtime.topology.rank}/residual"
-        tree = Tree(f"{prefix}/tree")
-        document = tree.encode([residual.state_dict() for residual in residuals], "residuals")
-        text = torch.frombuffer(bytearray(json.dumps(document).encode()), dtype=torch.uint8)
-        parts.append(FlatPart.of(f"{prefix}/json", text))
-        parts += [FlatPart.of(key, value) for key, value in tree.tensors.items()]
+    runtime = internals.runtime
+    parts = _shard_parts(internals, "replica", runtime.mode_state.replica_shards())
+    if states := [residual.state_dict() for residual in runtime.mode_state.residuals]:
+        parts += document_parts(f"rank/{runtime.topology.rank}/residual", states, "residuals")
     return parts
+
+
+def document_parts(prefix: str, value: Any, title: str) -> list[FlatPart]:
+    """``value`` as a JSON document, which is stored as a tensor of bytes, and the tensors that it refers to."""
+    tree = Tree(f"{prefix}/tree")
+    document = tree.encode(value, title)
+    text = torch.frombuffer(bytearray(json.dumps(document).encode()), dtype=torch.uint8)
+    return [FlatPart.of(f"{prefix}/json", text), *(FlatPart.of(key, tensor) for key, tensor in tree.tensors.items())]

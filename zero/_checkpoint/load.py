@@ -22,8 +22,8 @@ from zero._checkpoint.durability import check_tag, read_latest
 from zero._checkpoint.index import Index, read_index
 from zero._checkpoint.model_parallel_parts import part_of, saving_ranks
 from zero._checkpoint.plain_weights import find_weights, index_of_weights
-from zero._checkpoint.request import LoadSelection, Request
-from zero._checkpoint.restore import make_complete_request, restore
+from zero._checkpoint.request import LoadSelection, Request, make_request
+from zero._checkpoint.restore import restore
 from zero._checkpoint.save import wait_for_saves
 from zero._ranks.collective_calls import collective
 from zero._ranks.rank_errors import share_text
@@ -92,7 +92,7 @@ def load_checkpoint(
         return LoadedCheckpoint(None, {})
 
     def compare() -> Request:
-        request = make_complete_request(optimizer.parts, index, wanted)
+        request = make_request(optimizer.parts, index, wanted)
         _check_stateful(index, stateful or {}, wanted)
         return request
 

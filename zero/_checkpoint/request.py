@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from zero._checkpoint.dcp import FlatPart
-from zero._checkpoint.flat_parts import SCALARS, local_pieces, local_weights, named_buffers
+from zero._checkpoint.flat_parts import SCALARS, local_pieces, local_weights, named_buffers, residual_layout
 from zero._checkpoint.index import Index
 from zero._checkpoint.json_tree import decode
 from zero._checkpoint.snapshot import names_of_groups
 from zero._optim.host_adam import is_same_rule
 from zero._runtime.optimizer_parts import OptimizerParts
+from zero._runtime.runtime import Runtime
 from zero._storage.safetensors_file import CODES
 from zero.errors import CheckpointError
 
@@ -45,20 +46,14 @@ class Request:
     random_rank: int | None = None
     """The saved rank whose random state this rank loads."""
 
-    def add(self, key: str, numel: int, offset: int, dtype: torch.dtype) -> Tensor:
-        """Request elements of tensor ``key``; returns the tensor that reading will fill."""
-        values = torch.zeros(numel, dtype=dtype)
-        self.parts[key] = FlatPart(key, self.index.tensors[key].numel, offset, values)
-        return values
+    def add(self, key: str, numel: int, offset: int, dtype: torch.dtype) -> None:
+        """Request elements of tensor ``key``."""
+        self.parts[key] = FlatPart(key, self.index.tensors[key].numel, offset, torch.zeros(numel, dtype=dtype))
 
     def add_full(self, key: str) -> None:
         """Request the full tensor ``key``."""
         stored = self.index.tensors[key]
         self.add(key, stored.numel, 0, stored.dtype)
-
-    def has(self, key: str) -> bool:
-        """Whether ``key`` was requested."""
-        return key in self.parts
 
     def values(self, key: str) -> Tensor:
         """The values that were read for ``key``."""
@@ -70,13 +65,13 @@ class Request:
         """Decode a part of the index's content."""
         return decode(document, self.values)
 
-    def random_state(self) -> dict[str, Any] | None:
+    def document(self, prefix: str) -> Any:
+        """Decode what :func:`zero._checkpoint.flat_parts.document_parts` has stored under ``prefix``."""
+        return self.decoded(json.loads(bytes(self.values(f"{prefix}/json").tolist())))
+
+    def random_state(self) -> Any:
         """The state of the random generators to restore, or None."""
-        if self.random_rank is None:
-            return None
-        text = bytes(self.values(f"rank/{self.random_rank}/json").tolist())
-        state: dict[str, Any] = self.decoded(json.loads(text))["random"]
-        return state
+        return None if self.random_rank is None else self.document(f"rank/{self.random_rank}")["random"]
 
 
 def make_request(internals: OptimizerParts, index: Index, wanted: LoadSelection) -> Request:
@@ -204,6 +199,7 @@ def _request_others(request: Request, internals: OptimizerParts, wanted: LoadSel
             request.add_full(key)
     if wanted.optimizer_states:
         _request_states(request, internals)
+        _request_node_parts(request, internals)
 
 
 def _request_states(request: Request, internals: OptimizerParts) -> None:
@@ -220,6 +216,29 @@ def _request_states(request: Request, internals: OptimizerParts) -> None:
                 request.add(key, local.values.numel(), local.first, tensors[key].dtype)
             else:
                 request.add_full(key)
+
+
+def _request_node_parts(request: Request, internals: OptimizerParts) -> None:
+    """Request replicas and residuals, if they were saved and this optimizer has them."""
+    runtime, tensors = internals.runtime, request.index.tensors
+    of_bucket = runtime.mode_state.replica_shards()
+    for local, _ in local_pieces(internals):
+        key = f"replica/{local.name}"
+        if local.bucket in of_bucket and key in tensors:
+            request.add(key, local.values.numel(), local.first, tensors[key].dtype)
+    prefixes = tuple(f"rank/{rank}/residual/" for rank in residual_ranks(request, runtime))
+    for key in tensors:
+        if key.startswith(prefixes):
+            request.add_full(key)
+
+
+def residual_ranks(request: Request, runtime: Runtime) -> list[int]:
+    """The saved ranks whose residuals this rank reads."""
+    layout, content = residual_layout(runtime), request.index.content
+    if layout is None or content.get("residual_layout") is None:
+        return []
+    is_same = content["residual_layout"] == layout
+    return [runtime.topology.rank] if is_same else list(range(content["world_size"]))
 
 
 def keys_by_parameter(keys: Iterable[str]) -> dict[str, list[str]]:

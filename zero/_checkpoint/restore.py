@@ -7,7 +7,6 @@ From the first change of a weight on, an error leaves an optimizer that refuses 
 from __future__ import annotations
 
 import copy
-import json
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -19,15 +18,13 @@ from torch import Tensor, nn
 
 from zcomm import Topology
 from zero._checkpoint.collective_save import agreed
-from zero._checkpoint.flat_parts import SCALARS, local_pieces, local_weights, named_buffers, residual_layout
-from zero._checkpoint.index import Index
-from zero._checkpoint.request import LoadSelection, Request, keys_by_parameter, make_request
+from zero._checkpoint.flat_parts import SCALARS, local_pieces, local_weights, named_buffers
+from zero._checkpoint.request import LoadSelection, Request, keys_by_parameter, residual_ranks
 from zero._checkpoint.snapshot import group_options, restore_random_state
 from zero._checkpoint.streamed_load import StreamedStates
 from zero._ranks.rank_errors import on_every_rank, raise_first
 from zero._runtime.initial_values import distinct
 from zero._runtime.optimizer_parts import OptimizerParts
-from zero._runtime.runtime import Runtime
 from zero._sharding.bucket import Bucket
 from zero.errors import CheckpointError
 from zero.optimizer import ZeroOptimizer
@@ -37,44 +34,14 @@ logger = logging.getLogger("zero")
 ANEW = "construct model and optimizer anew, and load another checkpoint"
 
 
-def make_complete_request(internals: OptimizerParts, index: Index, wanted: LoadSelection) -> Request:
-    """:func:`zero._checkpoint.request.make_request`, with replicas and residuals."""
-    request = make_request(internals, index, wanted)
-    if wanted.optimizer_states and not wanted.module_only:
-        _request_node_parts(request, internals)
-    return request
-
-
-def _request_node_parts(request: Request, internals: OptimizerParts) -> None:
-    """Request replicas and residuals, if they were saved and this optimizer has them."""
-    runtime, tensors = internals.runtime, request.index.tensors
-    of_bucket = runtime.mode_state.replica_shards()
-    for local, _ in local_pieces(internals):
-        key = f"replica/{local.name}"
-        if local.bucket in of_bucket and key in tensors:
-            request.add(key, local.values.numel(), local.first, tensors[key].dtype)
-    prefixes = tuple(f"rank/{rank}/residual/" for rank in _ranks(request, runtime))
-    for key in tensors:
-        if key.startswith(prefixes):
-            request.add_full(key)
-
-
-def _ranks(request: Request, runtime: Runtime) -> list[int]:
-    """The saved ranks whose residuals this rank reads."""
-    layout, content = residual_layout(runtime), request.index.content
-    if layout is None or content.get("residual_layout") is None:
-        return []
-    is_same = content["residual_layout"] == layout
-    return [runtime.topology.rank] if is_same else list(range(content["world_size"]))
-
-
 def restore_node_parts(internals: OptimizerParts, request: Request) -> None:
     """Restore replicas and residuals; residuals that were not saved become zero. Collective."""
     runtime = internals.runtime
     runtime.mode_state.reset_residuals()
     if any(key.startswith("replica/") for key in request.index.tensors):
-        runtime.mode_state.set_replicas(_shards(internals, request))
-    ranks = _ranks(request, runtime)
+        shards = {bucket: bucket.shard.clone() for bucket in runtime.mode_state.replica_shards()}
+        runtime.mode_state.set_replicas(_filled(shards, "replica", internals, request))
+    ranks = residual_ranks(request, runtime)
     if ranks == [runtime.topology.rank]:
         for residual, state in zip(runtime.mode_state.residuals, _states(request, ranks), strict=True):
             residual.load_state_dict(state)
@@ -82,19 +49,20 @@ def restore_node_parts(internals: OptimizerParts, request: Request) -> None:
         runtime.mode_state.load_all_residuals(_states(request, ranks))
 
 
-def _shards(internals: OptimizerParts, request: Request) -> dict[Bucket, Tensor]:
-    shards = {bucket: bucket.shard.clone() for bucket in internals.runtime.mode_state.replica_shards()}
+def _filled(
+    shards: dict[Bucket, Tensor], kind: str, internals: OptimizerParts, request: Request
+) -> dict[Bucket, Tensor]:
+    """``shards``, with what was read of them as ``kind``."""
     for local, _ in local_pieces(internals):
-        key = f"replica/{local.name}"
-        if request.has(key):
+        key = f"{kind}/{local.name}"
+        if local.bucket in shards and key in request.parts:
             shards[local.bucket][local.start : local.start + local.values.numel()] = request.values(key)
     return shards
 
 
 def _states(request: Request, ranks: list[int]) -> Iterator[dict[str, Any]]:
     for rank in ranks:
-        text = bytes(request.values(f"rank/{rank}/residual/json").tolist())
-        yield from request.decoded(json.loads(text))
+        yield from request.document(f"rank/{rank}/residual")
 
 
 class _Receiver(NamedTuple):
@@ -261,7 +229,7 @@ def _buffers_to_read(internals: OptimizerParts, request: Request) -> Iterator[tu
     runtime = internals.runtime
     for name, buffer in named_buffers(runtime.model).items():
         for key in (f"buffer/{name}", f"rank/{runtime.topology.rank}/buffer/{name}"):
-            if request.has(key):
+            if key in request.parts:
                 yield name, buffer, request.values(key).view(buffer.shape)
 
 
@@ -270,7 +238,7 @@ def _restore_weights(internals: OptimizerParts, request: Request, streamed: Stre
     runtime.delayed.drop()
     for local in local_weights(runtime, "changes"):
         key = f"weight/{local.name}"
-        if request.has(key):
+        if key in request.parts:
             local.values.copy_(request.values(key))
     for _, buffer, values in _buffers_to_read(internals, request):
         distinct(buffer, buffer).copy_(distinct(values, buffer))
@@ -304,11 +272,7 @@ def _restore_stale_parameters(internals: OptimizerParts, request: Request) -> No
 
     def read() -> dict[Bucket, Tensor]:
         shards = {bucket: bucket.storage.read().clone() for bucket in late.buckets}
-        for local, _ in local_pieces(internals):
-            if local.bucket in shards and request.has(f"published/{local.name}"):
-                part = slice(local.start, local.start + local.values.numel())
-                shards[local.bucket][part] = request.values(f"published/{local.name}")
-        return shards
+        return _filled(shards, "published", internals, request)
 
     shards = on_every_rank(read, runtime.topology)
     runtime.write_back(late.restore(shards), are_written=True)

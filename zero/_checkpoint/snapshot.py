@@ -6,7 +6,6 @@ training may be changing by then.
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -22,6 +21,7 @@ from zero._checkpoint.dcp import FlatPart
 from zero._checkpoint.flat_parts import (
     buffer_parts,
     digests_of_buffers,
+    document_parts,
     local_weights,
     named_buffers,
     node_parts,
@@ -105,7 +105,8 @@ def take_snapshot(
         digests = digests_of_buffers(internals.runtime)
         parts.extend(state_parts(internals) + node_parts(internals))
         content, more = _content(optimizer, internals, dict(stateful), dict(client_state))
-        parts.extend(more + _of_this_rank(internals.runtime))
+        generators = {"random": capture_random_state(internals.runtime.buckets[0].device)}
+        parts.extend(more + document_parts(f"rank/{internals.runtime.topology.rank}", generators, "random state"))
         content["excludes_frozen"] = exclude_frozen_parameters
         return content, digests
 
@@ -204,12 +205,3 @@ def names_of_groups(internals: OptimizerParts) -> list[list[str]]:
 def group_options(internals: OptimizerParts) -> list[dict[str, Any]]:
     """The options of every parameter group, such as learning rates."""
     return [{key: value for key, value in g.items() if key != "params"} for g in internals.inner.param_groups]
-
-
-def _of_this_rank(runtime: Runtime) -> list[FlatPart]:
-    """The parts that differ on every rank: random generators. Their JSON document is stored as a tensor of bytes."""
-    rank = runtime.topology.rank
-    tree = Tree(f"rank/{rank}/tree")
-    document = tree.encode({"random": capture_random_state(runtime.buckets[0].device)}, "random state")
-    text = torch.frombuffer(bytearray(json.dumps(document).encode()), dtype=torch.uint8)
-    return [FlatPart.of(f"rank/{rank}/json", text), *(FlatPart.of(key, value) for key, value in tree.tensors.items())]
