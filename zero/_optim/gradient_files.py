@@ -27,6 +27,7 @@ from zero._optim.sub_groups import SubGroup, new_pipeline, pages
 from zero._ranks.rank_errors import on_every_rank
 from zero._sharding.bucket import Bucket, master_dtype
 from zero._storage.file_store import FileStore, Transfer
+from zero._storage.gradient_store import GradientStore
 from zero._storage.host_memory import HostMemory, PendingCopy
 from zero._storage.tier_settings import StateTier
 
@@ -201,7 +202,7 @@ class GradientFiles:
             self.store.close()
 
 
-class FileGradient:
+class FileGradient(GradientStore):
     """The reduced gradient of one bucket, summed over micro-batches: a HostGradient in a file."""
 
     is_on_device, is_in_file = False, True
@@ -219,15 +220,6 @@ class FileGradient:
         """Its dtype in the file."""
         self.is_nonfinite = False
         """Whether it has a NaN or an infinity, as far as it was written."""
-
-    def target(self, *, is_first: bool) -> None:  # noqa: ARG002
-        return None  # means are copied from the device
-
-    def set_aside(self) -> bool:
-        return False
-
-    def new_like(self) -> None:
-        return None  # a delayed update reads gradients in host memory
 
     def add(self, mean: Tensor) -> None:
         """Add a mean, on the device, [numel]; the caller may overwrite it afterwards."""

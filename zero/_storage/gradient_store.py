@@ -24,8 +24,12 @@ class GradientStore(Protocol):
     def tensors(self) -> Sequence[Tensor]:
         """The memory that it holds."""
 
-    def target(self, *, is_first: bool) -> Tensor | None:
-        """Memory of its own for the next mean, where :meth:`add` need not copy it; ``is_first``: of this step."""
+    def target(self, *, is_first: bool) -> Tensor | None:  # noqa: ARG002
+        """Memory of its own for the next mean, where :meth:`add` need not copy it; ``is_first``: of this step.
+
+        None: means are copied from the device.
+        """
+        return None
 
     def add(self, mean: Tensor) -> None:
         """Add ``mean`` [n], on the device. It may be overwritten at once."""
@@ -38,15 +42,17 @@ class GradientStore(Protocol):
 
     def set_aside(self) -> bool:
         """Keep the sum apart if its memory is needed for local gradients; returns whether it was."""
+        return False
 
     def clear(self) -> None:
         """Drop the sum."""
 
     def new_like(self) -> GradientStore | None:
         """An empty one, for a delayed update that still reads this one; None: such updates do not read it."""
+        return None
 
 
-class DeviceGradient:
+class DeviceGradient(GradientStore):
     """In the memory of the device.
 
     Args:
@@ -87,9 +93,6 @@ class DeviceGradient:
 
     def clear(self) -> None:
         self._earlier = None
-
-    def new_like(self) -> None:
-        return None
 
 
 def rounded(mean: Tensor, dtype: torch.dtype) -> Tensor:

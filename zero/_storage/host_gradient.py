@@ -12,11 +12,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from zero._storage.gradient_store import GradientStore
 from zero._storage.host_memory import HostMemory, PendingCopy
 from zero._storage.poison import poison
 
 
-class HostGradient:
+class HostGradient(GradientStore):
     """The gradient of one shard.
 
     Args:
@@ -40,12 +41,6 @@ class HostGradient:
         self._num_means = 0
         self._is_wide = False
         """Whether the gradient is in ``_sum``; if not, it is in ``_mean``."""
-
-    def target(self, *, is_first: bool) -> None:  # noqa: ARG002
-        return None  # means are copied from the device
-
-    def set_aside(self) -> bool:
-        return False
 
     def add(self, mean: Tensor) -> None:
         """Add ``mean``, [numel] on the device. It may be overwritten at once."""
