@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 
 import torch
@@ -381,10 +381,8 @@ class FileStates(HostStates):
     def masters(self, master: Tensor, ranges: object) -> Iterator[tuple[int, int, Tensor]]:  # noqa: ARG002
         return self._files.masters_of(self._bucket)
 
-    @contextmanager
-    def in_memory(self, *, writes: bool) -> Iterator[None]:
-        with self._files.in_memory(self._bucket, writes=writes):
-            yield
+    def in_memory(self, *, writes: bool) -> AbstractContextManager[None]:
+        return self._files.in_memory(self._bucket, writes=writes)
 
     def reader(self, moment: str, base: int) -> Callable[[int, int], Tensor]:
         return partial(self._files.read, self._bucket, moment, base)

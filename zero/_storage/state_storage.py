@@ -10,7 +10,7 @@ The reduced gradient is stored beside them, so the same object makes its Gradien
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -46,10 +46,9 @@ class StateStorage:
         for start, stop in ranges:
             yield start, stop, master[start:stop]
 
-    @contextmanager
-    def in_memory(self, *, writes: bool) -> Iterator[None]:  # noqa: ARG002
+    def in_memory(self, *, writes: bool) -> AbstractContextManager[None]:  # noqa: ARG002
         """Inside, master and moments are in memory; ``writes``: what is changed there is stored. Not collective."""
-        yield
+        return nullcontext()
 
     def reader(self, moment: str, base: int) -> Callable[[int, int], Tensor] | None:  # noqa: ARG002
         """Reads elements ``[base + start, base + stop)`` of a moment, or of the master, ``""``; None: in memory."""
