@@ -225,7 +225,7 @@ class Bucket:
             self.shard = own if stage.shards_states else full
             if keeps_exact_shard and self.is_trainable:
                 self.shard = own.clone()
-            self.storage = storage.leave(self.shard, updates_on_host=self.states.is_on_host)
+            self.storage = InMemoryShard(self.shard, updates_on_host=self.states.is_on_host)
         self.start_gathering(full)
         self.expose()
         if stage.shards_parameters and not self.is_persistent:

@@ -211,11 +211,15 @@ class FileShard(OnDemandShard):
             self._staging.give(buffer)
         return values
 
+    def store(self, values: Tensor) -> None:
+        """Start writing ``values`` of the full shard to the file."""
+        for start, stop in self._cuts:
+            self.target(start, stop, HOST).copy_(values[start:stop])
+            self.written(start, stop)
+
     def keep(self) -> None:
         """Write the full shard to the file."""
-        for start, stop in self._cuts:
-            self.target(start, stop, HOST).copy_(self.shard[start:stop])
-            self.written(start, stop)
+        self.store(self.shard)
 
     @property
     def nbytes(self) -> dict[str, int]:

@@ -104,7 +104,7 @@ class ParameterStorage(RuntimePart):
         """
         plan = self._plans.get(index)
         if plan is None:
-            return self.leave(values.clone(), updates_on_host=updates_on_host)
+            return InMemoryShard(values.clone(), updates_on_host=updates_on_host)
         if plan.is_encoded:
             keeps_on = self._device if self._tiers.parameters.tier is Tier.DEVICE else torch.device("cpu")
             return QuantizedShard(values, plan.cuts, self._topology, keeps_on=keeps_on)
@@ -119,18 +119,12 @@ class ParameterStorage(RuntimePart):
                 gaps=plan.gaps,
                 updates_on_host=updates_on_host,
             )
-            for start, stop in plan.cuts:
-                shard_storage.target(start, stop, torch.device("cpu")).copy_(values[start:stop])
-                shard_storage.written(start, stop)
+            shard_storage.store(values)
             shard_storage.flush()
             return shard_storage
         nbytes = plan.numel * plan.dtype.itemsize
         shard = self._host.take(nbytes)[:nbytes].view(plan.dtype)
         return HostShard(shard.copy_(values), self._copies, updates_on_host=updates_on_host)
-
-    def leave(self, shard: Tensor, *, updates_on_host: bool) -> ShardStorage:
-        """Storage for a shard that stays where it is."""
-        return InMemoryShard(shard, updates_on_host=updates_on_host)
 
     def read_ahead(self, upcoming: Iterable[tuple[ShardStorage, int]]) -> None:
         """Read ahead what is gathered next: shards, each from the given exchange on."""
@@ -250,8 +244,7 @@ class InitFiles:
         Raises:
             OSError: A write since the last call failed.
         """
-        shard.target(0, values.numel()).copy_(values)
-        shard.written(0, values.numel())
+        shard.store(values)
         self._staging.raise_error()
 
     def remove(self, shard: FileShard) -> None:
