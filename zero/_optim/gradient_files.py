@@ -26,7 +26,7 @@ from zero._optim.loss_scale import is_nonfinite
 from zero._optim.sub_groups import SubGroup, new_pipeline, pages
 from zero._ranks.rank_errors import on_every_rank
 from zero._sharding.bucket import Bucket, master_dtype
-from zero._storage.file_store import FileStore, Transfer
+from zero._storage.file_store import Transfer, store_with
 from zero._storage.gradient_store import GradientStore
 from zero._storage.host_memory import HostMemory, PendingCopy
 from zero._storage.tier_settings import StateTier
@@ -122,15 +122,8 @@ class GradientFiles:
                 at += pages(group.numel * (dtype or master_dtype(bucket.dtype)).itemsize)
         if not groups_of:
             return
-        assert tiers.states.path is not None, "gradients in files without a folder"
-        self.store = FileStore(
-            tiers.states.path, files=tiers.files, name=KIND, topology=topology, pins_memory=tiers.pins_memory
-        )
-        try:
-            self.file = self.store.create_all({KIND: at})[KIND]
-        except BaseException:
-            self.store.close()
-            raise
+        self.store, created = store_with(tiers.states.path, {KIND: at}, tiers, name=KIND, topology=topology)
+        self.file = created[KIND]
 
     def new(self, bucket: Bucket, host: HostMemory, sent: torch.dtype, wide: torch.dtype) -> FileGradient:
         """The gradient of ``bucket``: means go through ``host`` in dtype ``sent``, and are summed in ``wide``."""

@@ -35,7 +35,7 @@ from zero._optim.sub_groups import PAGE, SubGroup, pages, split
 from zero._ranks.rank_errors import on_every_rank
 from zero._sharding.bucket import Bucket, master_dtype
 from zero._sharding.stages import get_stage
-from zero._storage.file_store import FileStore, Transfer
+from zero._storage.file_store import Transfer, store_with
 from zero._storage.gradient_store import GradientStore
 from zero._storage.host_memory import HostMemory
 from zero._storage.poison import is_placeholder, placeholder
@@ -156,13 +156,10 @@ class StateFiles(RuntimePart):
         if not buckets:
             self.gradients = GradientFiles({}, settings, topology)
             return
-        assert tiers.states.path is not None, "states in files without a folder"
-        self.store = FileStore(
-            tiers.states.path, files=tiers.files, name="states", topology=topology, pins_memory=tiers.pins_memory
-        )
+        self.store, created = store_with(tiers.states.path, {"masters": at}, tiers, name="states", topology=topology)
+        self.masters_file = self.moments_file = created["masters"]
+        stored = {} if tiers.states.delays_update else self.groups_of
         try:
-            self.masters_file = self.moments_file = self.store.create_all({"masters": at})["masters"]
-            stored = {} if tiers.states.delays_update else self.groups_of
             self.gradients = GradientFiles(stored, settings, topology)
         except BaseException:
             self.store.close()

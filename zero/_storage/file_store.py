@@ -32,7 +32,7 @@ from zcomm._kernels import kernels
 from zero._ranks.rank_errors import on_every_rank
 from zero._storage import transfer_counters
 from zero._storage.process_folder import ClaimedFolder
-from zero._storage.tier_settings import FileSettings
+from zero._storage.tier_settings import FileSettings, Tiers
 from zero._storage.transfer_buffers import HostBuffers
 
 Result = TypeVar("Result")
@@ -280,6 +280,19 @@ class FileStore:
                 f"a store must be used by the process that opened it: opened by pid={self._open.pid}: {self.folder}"
             )
         return self._open
+
+
+def store_with(
+    path: str | None, nbytes_of: Mapping[str, int], tiers: Tiers, *, name: str, topology: Topology
+) -> tuple[FileStore, dict[str, StoredFile]]:
+    """Open the store of ``name`` below ``path`` with these files, on every rank or on none. Collective."""
+    assert path is not None, f"{name} in files without a folder"
+    store = FileStore(path, files=tiers.files, name=name, topology=topology, pins_memory=tiers.pins_memory)
+    try:
+        return store, store.create_all(nbytes_of)
+    except BaseException:
+        store.close()
+        raise
 
 
 def _open_store(parent: Path, name: str, files: FileSettings) -> _OpenStore:

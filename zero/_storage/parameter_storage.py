@@ -16,7 +16,7 @@ from torch import Tensor
 from zcomm import Topology
 from zero._ranks.rank_errors import on_every_rank
 from zero._storage.file_shard import FileShard, file_nbytes
-from zero._storage.file_store import FileStore, StoredFile
+from zero._storage.file_store import FileStore, StoredFile, store_with
 from zero._storage.host_memory import CopyStream
 from zero._storage.poison import placeholder
 from zero._storage.runtime_part import RuntimePart
@@ -81,15 +81,8 @@ class ParameterStorage(RuntimePart):
     def _open(self) -> StagingBuffers:
         chosen = [self._plans[index] for index in self._in_files]
         tier, itemsize = self._tiers.parameters, max(plan.dtype.itemsize for plan in chosen)
-        assert tier.path is not None, "files without a folder"
-        store = FileStore(
-            tier.path, files=self._tiers.files, name=KIND, topology=self._topology, pins_memory=self._tiers.pins_memory
-        )
-        try:
-            self._files = store.create_all({p.name: file_nbytes(p.cuts, p.dtype.itemsize) for p in chosen})
-        except BaseException:
-            store.close()
-            raise
+        sizes = {plan.name: file_nbytes(plan.cuts, plan.dtype.itemsize) for plan in chosen}
+        store, self._files = store_with(tier.path, sizes, self._tiers, name=KIND, topology=self._topology)
         largest = max(plan.numel * plan.dtype.itemsize for plan in chosen)
         return StagingBuffers(
             store, min(tier.num_buffers * tier.buffer_numel * itemsize, max(largest, LEAST_AHEAD_NBYTES))
