@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from zcomm import control
 from zero._checkpoint.dcp import FlatPart
 from zero._checkpoint.json_tree import Tree
-from zero._optim.masters import MasterPiece, is_elementwise
+from zero._optim.masters import is_elementwise
 from zero._runtime.optimizer_parts import OptimizerParts
 from zero._runtime.runtime import Runtime
 from zero._sharding.bucket import Bucket
@@ -82,11 +82,11 @@ def local_weights(runtime: Runtime, access: Literal["sizes", "values", "changes"
                 yield LocalPart(slot.name, slot.numel, piece.first, master, bucket, piece.start)
 
 
-def local_pieces(internals: OptimizerParts) -> Iterator[tuple[LocalPart, MasterPiece]]:
-    """Yield this rank's part of every parameter that it updates, with its master."""
+def local_masters(internals: OptimizerParts) -> Iterator[LocalPart]:
+    """Yield this rank's part of every parameter that it updates; ``values`` is the master, a key of the states."""
     for piece in internals.pieces:
         slot = piece.bucket.layout.slots[piece.slot]
-        yield LocalPart(slot.name, slot.numel, piece.first, piece.master, piece.bucket, piece.start), piece
+        yield LocalPart(slot.name, slot.numel, piece.first, piece.master, piece.bucket, piece.start)
 
 
 def stale_parameter_parts(internals: OptimizerParts) -> list[FlatPart]:
@@ -98,7 +98,7 @@ def _shard_parts(internals: OptimizerParts, kind: str, shards: Mapping[Bucket, T
     """This rank's part of every parameter in ``shards``, which hold other values of it than the masters."""
     return [
         local.part(f"{kind}/{local.name}", shards[local.bucket][local.start :])
-        for local, _ in local_pieces(internals)
+        for local in local_masters(internals)
         if local.bucket in shards
     ]
 
@@ -110,12 +110,12 @@ def state_parts(internals: OptimizerParts) -> list[FlatPart]:
         CheckpointError: A state is neither of the parameter's size nor a number. On this rank alone.
     """
     parts = []
-    for local, piece in local_pieces(internals):
-        for name, value in internals.inner.state.get(piece.master, {}).items():
+    for local in local_masters(internals):
+        for name, value in internals.inner.state.get(local.values, {}).items():
             if value is None:
                 continue
             is_moment = isinstance(value, Tensor) and value.dim() == 1 and is_storable(value)
-            if is_moment and is_elementwise(piece, value):
+            if is_moment and is_elementwise(local.values, value):
                 parts.append(local.part(f"state/{name}/{local.name}", value, name))
                 continue
             kind = _scalar_kind(internals, local.name, name, value)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from zero._checkpoint.dcp import FlatPart
-from zero._checkpoint.flat_parts import SCALARS, local_pieces, local_weights, named_buffers, residual_layout
+from zero._checkpoint.flat_parts import SCALARS, local_masters, local_weights, named_buffers, residual_layout
 from zero._checkpoint.index import Index
 from zero._checkpoint.json_tree import decode
 from zero._checkpoint.snapshot import names_of_groups
@@ -205,7 +205,7 @@ def _request_others(request: Request, internals: OptimizerParts, wanted: LoadSel
 def _request_states(request: Request, internals: OptimizerParts) -> None:
     tensors = request.index.tensors
     keys_of = keys_by_parameter(tensors)
-    for local, _ in local_pieces(internals):
+    for local in local_masters(internals):
         published = f"published/{local.name}"
         if published in tensors and internals.runtime.delayed.is_used:
             request.add(published, local.values.numel(), local.first, tensors[published].dtype)
@@ -222,7 +222,7 @@ def _request_node_parts(request: Request, internals: OptimizerParts) -> None:
     """Request replicas and residuals, if they were saved and this optimizer has them."""
     runtime, tensors = internals.runtime, request.index.tensors
     of_bucket = runtime.mode_state.replica_shards()
-    for local, _ in local_pieces(internals):
+    for local in local_masters(internals):
         key = f"replica/{local.name}"
         if local.bucket in of_bucket and key in tensors:
             request.add(key, local.values.numel(), local.first, tensors[key].dtype)

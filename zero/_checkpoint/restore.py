@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from zcomm import Topology
 from zero._checkpoint.collective_save import agreed
-from zero._checkpoint.flat_parts import SCALARS, local_pieces, local_weights, named_buffers
+from zero._checkpoint.flat_parts import SCALARS, local_masters, local_weights, named_buffers
 from zero._checkpoint.request import LoadSelection, Request, keys_by_parameter, residual_ranks
 from zero._checkpoint.snapshot import group_options, restore_random_state
 from zero._checkpoint.streamed_load import StreamedStates
@@ -53,7 +53,7 @@ def _filled(
     shards: dict[Bucket, Tensor], kind: str, internals: OptimizerParts, request: Request
 ) -> dict[Bucket, Tensor]:
     """``shards``, with what was read of them as ``kind``."""
-    for local, _ in local_pieces(internals):
+    for local in local_masters(internals):
         key = f"{kind}/{local.name}"
         if local.bucket in shards and key in request.parts:
             shards[local.bucket][local.start : local.start + local.values.numel()] = request.values(key)
@@ -288,13 +288,13 @@ def _inner_state(internals: OptimizerParts, request: Request) -> dict[str, Any]:
         for group, options, entry in zip(groups, group_options(internals), saved, strict=True)
     ]
     keys_of, state = keys_by_parameter(request.parts), {}
-    for local, piece in local_pieces(internals):
+    for local in local_masters(internals):
         of_piece: dict[str, Any] = {}
         for key in keys_of.get(local.name, []):
             kind, name, _ = key.split("/", 2)
-            of_piece[name] = _state_value(kind, request.values(key), piece.master)
+            of_piece[name] = _state_value(kind, request.values(key), local.values)
         if of_piece:
-            state[numbers[id(piece.master)]] = of_piece
+            state[numbers[id(local.values)]] = of_piece
     return {"state": state, "param_groups": packed}
 
 

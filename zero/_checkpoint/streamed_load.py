@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from zero._checkpoint.dcp import read_chunk
-from zero._checkpoint.flat_parts import LocalPart, local_pieces
+from zero._checkpoint.flat_parts import LocalPart, local_masters
 from zero._checkpoint.index import Index, StoredChunk
-from zero._optim.masters import MasterPiece
 from zero._optim.state_files import LoadedSubGroup
 from zero._optim.sub_groups import SubGroup
 from zero._ranks.rank_errors import on_every_rank
@@ -64,24 +63,24 @@ class StreamedStates:
             self._chunks.clear()
 
     def _write_all(self) -> None:
-        files, pieces = self._files, list(local_pieces(self._internals))
+        files, masters = self._files, list(local_masters(self._internals))
         for group in files.groups:
-            own = [(local, piece) for local, piece in pieces if piece.bucket is group.bucket]
-            is_complete = self._has_moments and all(f"weight/{local.name}" in self._index.tensors for local, _ in own)
+            own = [local for local in masters if local.bucket is group.bucket]
+            is_complete = self._has_moments and all(f"weight/{local.name}" in self._index.tensors for local in own)
             with files.loaded(group, reads=not is_complete) as unit:
                 if is_complete:
                     for buffer in (unit.master, *unit.moments.values()):
                         buffer.zero_()
-                for local, piece in own:
-                    self._fill(group, unit, local, piece)
+                for local in own:
+                    self._fill(group, unit, local)
                 unit.start_write()
 
-    def _fill(self, group: SubGroup, unit: LoadedSubGroup, local: LocalPart, piece: MasterPiece) -> None:
-        """Read the elements of ``piece`` that are in ``group``."""
-        start, stop = max(piece.start, group.start), min(piece.start + piece.master.numel(), group.stop)
+    def _fill(self, group: SubGroup, unit: LoadedSubGroup, local: LocalPart) -> None:
+        """Read the elements of ``local`` that are in ``group``."""
+        start, stop = max(local.start, group.start), min(local.start + local.values.numel(), group.stop)
         if start >= stop:
             return
-        first, base = local.first + start - piece.start, group.start
+        first, base = local.first + start - local.start, group.start
         master = self._read("weight", f"weight/{local.name}", first, stop - start)
         if master is not None:
             unit.master[start - base : stop - base].copy_(master)
@@ -117,8 +116,8 @@ class StreamedStates:
 
     def stand_ins(self) -> None:
         """Put placeholders for the moments in files into the inner optimizer's state."""
-        for local, piece in local_pieces(self._internals) if self._has_moments else ():
-            if piece.bucket.states.is_in_files:
+        for local in local_masters(self._internals) if self._has_moments else ():
+            if local.bucket.states.is_in_files:
                 for name, dtype in self._files.moments.items():
                     if f"state/{name}/{local.name}" in self._index.tensors:
-                        self._internals.inner.state[piece.master][name] = placeholder(piece.master.numel(), dtype)
+                        self._internals.inner.state[local.values][name] = placeholder(local.values.numel(), dtype)

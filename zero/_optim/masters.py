@@ -57,12 +57,12 @@ class OptimizerStates:
     def is_elementwise(self, param: nn.Parameter, key: str) -> bool:
         """Whether state ``key`` of this rank's part of ``param`` has a value for each element."""
         piece, value = self._piece_of.get(param), self.get(param, key)
-        return piece is not None and isinstance(value, Tensor) and is_elementwise(piece, value)
+        return piece is not None and isinstance(value, Tensor) and is_elementwise(piece.master, value)
 
 
-def is_elementwise(piece: MasterPiece, value: Tensor) -> bool:
-    """Whether ``value``, a state of ``piece``, has a value for each element."""
-    return value.ndim > 0 and value.numel() == piece.master.numel()
+def is_elementwise(master: Tensor, value: Tensor) -> bool:
+    """Whether ``value``, a state of ``master``, has a value for each element."""
+    return value.ndim > 0 and value.numel() == master.numel()
 
 
 def build_pieces(buckets: list[Bucket], stage: Stage, shard_index: int) -> list[MasterPiece]:
