@@ -34,6 +34,7 @@ from zero._sharding.bucket import Bucket, BucketState, Hold, ShardInfo, is_manag
 from zero._sharding.buffer_pool import storage_of
 from zero._sharding.layout import BucketLayout
 from zero._sharding.released import make_released, nan_filled
+from zero._sharding.units import by_kind
 from zero._storage.file_shard import FileShard
 from zero._storage.parameter_storage import InitFiles
 
@@ -91,16 +92,16 @@ class BuiltParameters:
     def _partition_own(self, title: str, kind: str, named: dict[str, nn.Parameter]) -> None:
         shapes = str([(name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in named.items()])
         fact = f"build {title} ({kind}): {zlib.crc32(shapes.encode()):08x} {shapes[:300]}"
-        kinds: dict[tuple[torch.dtype, bool], dict[str, nn.Parameter]] = {}
-        for name, param in named.items():
-            kinds.setdefault((param.dtype, param.requires_grad), {})[f"{title}.{name}"] = param
+        kinds = by_kind((f"{title}.{name}", param) for name, param in named.items())
         new = lambda: [self._new_bucket(title, same) for same in kinds.values()]  # noqa: E731
         for bucket in on_every_rank(new, self.topology, fact=fact):
             own = torch.zeros(bucket.layout.shard_numel, dtype=bucket.dtype, device=self.device)
+            pieces = {piece.slot: piece for piece in bucket.layout.pieces(self.topology.rank)}
             for slot, param in enumerate(bucket.params):
                 value = self._to_exchange(param.detach(), bucket.dtype)
                 control.broadcast_(value, 0, self.topology)
-                self._copy_own_part(bucket, slot, value, own)
+                if (piece := pieces.get(slot)) is not None:
+                    own[piece.start : piece.stop] = value.view(-1)[piece.first :][: piece.stop - piece.start]
                 param.data = bucket.released_data[slot]  # frees the memory of the full value
                 make_released(param, bucket.released_data[slot])
                 self._live[param] = None
@@ -157,10 +158,10 @@ class BuiltParameters:
         """``value`` on a device from which it can be sent."""
         return value.to(self._exchange_device, dtype).contiguous()
 
-    def _new_bucket(self, title: str, named: dict[str, nn.Parameter]) -> Bucket:
-        params = list(named.values())
-        shapes = [tuple(param.shape) for param in params]
-        bucket = Bucket(0, title, BucketLayout.of(list(named), shapes, self.topology.world_size, 1), params)
+    def _new_bucket(self, title: str, named: list[tuple[str, nn.Parameter]]) -> Bucket:
+        names, params = [name for name, _ in named], [param for _, param in named]
+        layout = BucketLayout.of(names, [tuple(p.shape) for p in params], self.topology.world_size, 1)
+        bucket = Bucket(0, title, layout, params)
         self._convert(bucket, self.device, bucket.dtype if self.dtype is None else self.dtype)
         return bucket
 
@@ -168,18 +169,10 @@ class BuiltParameters:
         bucket.device, bucket.dtype = device, dtype
         bucket.released_data = [nan_filled(slot.shape, dtype, device) for slot in bucket.layout.slots]
 
-    def _copy_own_part(self, bucket: Bucket, slot: int, value: Tensor, own: Tensor) -> None:
-        at, base = bucket.layout.slots[slot], self.topology.rank * bucket.layout.shard_numel
-        start, stop = max(at.offset, base), min(at.offset + at.numel, base + bucket.layout.shard_numel)
-        if start < stop:
-            part = value.reshape(-1)[start - at.offset : stop - at.offset]
-            own[start - base : stop - base].copy_(part)
-
     def read(self, bucket: Bucket) -> Tensor:
         """Gather all values of ``bucket`` into a flat tensor. Collective."""
         if bucket.state is BucketState.FULL:
-            assert bucket.full is not None, "full without a buffer"
-            return bucket.full
+            return bucket.buffer
         shard = self._to_exchange(self._own(bucket), bucket.dtype)
         full = torch.empty(bucket.layout.numel, dtype=bucket.dtype, device=self._exchange_device)
         all_gather_single(full, shard, self.topology)
@@ -249,10 +242,9 @@ class BuiltParameters:
             for param in bucket.params:
                 param.zero_shard.dtype = bucket.dtype  # type: ignore[attr-defined]
         bucket.copy_back_moved()
-        assert bucket.full is not None, "values can only be taken from full parameters"
-        control.broadcast_(bucket.full, rank, self.topology)
+        control.broadcast_(bucket.buffer, rank, self.topology)
         base = self.topology.rank * bucket.layout.shard_numel
-        self._store(bucket, bucket.full[base : base + bucket.layout.shard_numel].to(self.device, copy=True))
+        self._store(bucket, bucket.buffer[base : base + bucket.layout.shard_numel].to(self.device, copy=True))
 
     @contextmanager
     def gathered(self, buckets: list[Bucket]) -> Iterator[None]:
@@ -301,8 +293,7 @@ _without_torch_modes = torch._C.DisableTorchFunction
 
 def _num_uses(bucket: Bucket) -> int:
     """The number of tensors that refer to the memory of a full bucket."""
-    assert bucket.full is not None, "full without a buffer"
-    return int(torch._C._storage_Use_Count(bucket.full.untyped_storage()._cdata))
+    return int(torch._C._storage_Use_Count(bucket.buffer.untyped_storage()._cdata))
 
 
 def _full_parameters(module: nn.Module) -> dict[str, nn.Parameter]:

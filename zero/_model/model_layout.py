@@ -21,7 +21,7 @@ from zero._model.init_shards import is_built
 from zero._modes import resolve_mode
 from zero._sharding.bucket import Bucket, is_managed
 from zero._sharding.layout import BucketLayout, group_consecutive
-from zero._sharding.units import Unit, find_units
+from zero._sharding.units import Unit, by_kind, find_units
 from zero._storage.tier_settings import Tier
 
 MERGED_NUMEL = 2**20
@@ -55,7 +55,7 @@ def plan_model(model: nn.Module, settings: ZeroSettings, topology: Topology) -> 
     buckets = _cut_into_buckets([persistent], topology.world_size, effective.align, is_persistent=True)
     buckets_of_unit: list[list[Bucket]] = []
     numels = [sum(param.numel() for _, param in unit.parameters) for unit in units]
-    for indices in group_consecutive(numels, _numel_to_merge(settings, effective)):
+    for indices in group_consecutive(numels, numel_to_merge(settings, effective)):
         run = [units[index] for index in indices]
         of_run = _cut_into_buckets(run, topology.world_size, effective.align, first=len(buckets))
         buckets_of_unit += [of_run] * len(run)
@@ -83,7 +83,7 @@ def _cut_into_units(model: nn.Module, settings: ZeroSettings, effective: Effecti
     return kept, Unit("persistent", model, tuple((name, param) for param, name in persistent.items()))
 
 
-def _numel_to_merge(settings: ZeroSettings, effective: Effective) -> int:
+def numel_to_merge(settings: ZeroSettings, effective: Effective) -> int:
     """Elements up to which small units share an exchange. At stage 3 each unit is gathered and released separately."""
     if effective.stage.shards_parameters:
         return 0
@@ -146,9 +146,7 @@ def _cut_into_buckets(
     run: list[Unit], world_size: int, align: int, *, first: int = 0, is_persistent: bool = False
 ) -> list[Bucket]:
     """The buckets of a run of units, numbered from ``first``: one for each dtype and requires_grad."""
-    kinds: dict[tuple[torch.dtype, bool], list[tuple[str, nn.Parameter]]] = {}
-    for name, param in (named for unit in run for named in unit.parameters):
-        kinds.setdefault((param.dtype, param.requires_grad), []).append((name, param))
+    kinds = by_kind(named for unit in run for named in unit.parameters)
     buckets = []
     for index, named in enumerate(kinds.values(), first):
         names, params = [name for name, _ in named], [param for _, param in named]

@@ -17,9 +17,11 @@ for modules of torch.nn that use their children's parameters without calling the
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 PARAMETER_CONTAINERS = (nn.ParameterList, nn.ParameterDict)
@@ -72,6 +74,16 @@ def own_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     for name, child in module.named_children():
         if isinstance(child, PARAMETER_CONTAINERS):
             yield from child.named_parameters(prefix=name)
+
+
+def by_kind(
+    named: Iterable[tuple[str, nn.Parameter]],
+) -> dict[tuple[torch.dtype, bool], list[tuple[str, nn.Parameter]]]:
+    """``named`` parameters by dtype and requires_grad, each of which gets a bucket of its own."""
+    kinds = defaultdict(list)
+    for name, param in named:
+        kinds[param.dtype, param.requires_grad].append((name, param))
+    return kinds
 
 
 def is_leaf(module: nn.Module) -> bool:

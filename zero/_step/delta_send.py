@@ -25,6 +25,7 @@ from zero._optim.masters import MasterPiece
 from zero._optim.step_pieces import numbers_of_groups, step_pieces
 from zero._runtime.runtime import Runtime
 from zero._sharding.bucket import Bucket
+from zero._sharding.layout import group_consecutive
 
 RUN_NUMEL = 2**18
 """Elements of a rank's shards up to which buckets are updated together.
@@ -108,15 +109,8 @@ class BucketwiseUpdate:
 
 def _runs_of(buckets: Sequence[Bucket]) -> list[list[Bucket]]:
     """``buckets`` in order, in runs that are updated together: of at most RUN_NUMEL elements, or one bucket."""
-    runs: list[list[Bucket]] = []
-    numel = 0
-    for bucket in buckets:
-        numel += bucket.layout.shard_numel
-        if not runs or numel > RUN_NUMEL:
-            runs.append([])
-            numel = bucket.layout.shard_numel
-        runs[-1].append(bucket)
-    return runs
+    numels = [bucket.layout.shard_numel for bucket in buckets]
+    return [[buckets[index] for index in run] for run in group_consecutive(numels, RUN_NUMEL)]
 
 
 def _is_watched(inner: Optimizer) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, replace
-from typing import Any
 
 from torch import nn
 
@@ -14,7 +13,7 @@ from zero._config.resolved import ResolvedConfig, resolve_config
 from zero._modes import MODES
 from zero._optim.sub_groups import LARGEST_NUMEL
 from zero._sharding.layout import BucketLayout
-from zero._sharding.units import find_units
+from zero._sharding.units import by_kind, find_units
 from zero._storage.parameter_storage import LEAST_AHEAD_NBYTES
 from zero._storage.tier_settings import Tier, Tiers
 from zero.plan.formulas import (
@@ -153,11 +152,8 @@ def count(model: nn.Module, world_size: int) -> Counts:
     """Count the elements of ``model`` as it is sharded over ``world_size`` ranks, with padding."""
     units = []
     for unit in find_units(model):
-        kinds: dict[Any, list[tuple[str, nn.Parameter]]] = {}
-        for name, param in unit.parameters:
-            kinds.setdefault((param.dtype, param.requires_grad), []).append((name, param))
         numels = {True: 0, False: 0}
-        for (_, is_trainable), named in kinds.items():
+        for (_, is_trainable), named in by_kind(unit.parameters).items():
             layout = BucketLayout.of([n for n, _ in named], [tuple(p.shape) for _, p in named], world_size)
             numels[is_trainable] += layout.numel
         units.append(numels)

@@ -36,7 +36,7 @@ from zcomm.volume import (
 from zero._config.settings import Effective, ZeroSettings
 from zero._gather.gather_sources import GatherOptions, gather_options
 from zero._gradients.bucket_reduce_scatter import WIRE_NAMES
-from zero._model.model_layout import MERGED_NUMEL
+from zero._model.model_layout import numel_to_merge
 from zero._modes import MODES, resolve_mode
 from zero._modes.mode import Mode
 from zero._sharding.layout import BucketLayout
@@ -167,12 +167,8 @@ class Exchanges:
 
 def step_moved(model: Model, exchanges: Exchanges, num_micro: int = 1) -> dict[str, MovedBytes]:
     """Return the bytes that a rank sends in a step and its exchanges, by kind and link class."""
-    settings, shape = exchanges.settings, exchanges.shape
-    merged = min(MERGED_NUMEL, settings.reduce_bucket_size, settings.allgather_bucket_size)
-    if exchanges.effective.stage.shards_parameters:
-        merged = 0
-    totals = dict.fromkeys(KINDS, NOTHING)
-    for layout, repeats, is_trainable in model.layouts(shape.world_size, merged):
+    merged, totals = numel_to_merge(exchanges.settings, exchanges.effective), dict.fromkeys(KINDS, NOTHING)
+    for layout, repeats, is_trainable in model.layouts(exchanges.shape.world_size, merged):
         for kind, moved in exchanges.moved_for(layout, num_micro, is_trainable=is_trainable).items():
             totals[kind] = _total([totals[kind], _times(moved, repeats)])
     return totals | {KINDS[4]: exchanges.agreements(num_micro)}

@@ -14,7 +14,7 @@ from torch import nn
 
 from zcomm import ConfigError
 from zero._sharding.layout import BucketLayout, group_consecutive
-from zero._sharding.units import find_units
+from zero._sharding.units import by_kind, find_units
 from zero.plan.formulas import Counts
 
 MAX_MODULES = 10_000
@@ -97,13 +97,9 @@ class Model:
         layers = {id(layer) for layer in lists[0]} if len(lists) == 1 else set()  # of two, either may be the layers
         units = []
         for unit in find_units(module):
-            kinds: dict[Any, list[int]] = {}
-            for _, param in unit.parameters:
-                kinds.setdefault((param.dtype, param.requires_grad), []).append(param.numel())
-            units += [
-                PlannedUnit(tuple(numels), is_trainable=is_trainable, is_layer=id(unit.module) in layers)
-                for (_, is_trainable), numels in kinds.items()
-            ]
+            for (_, is_trainable), named in by_kind(unit.parameters).items():
+                numels, is_layer = tuple(param.numel() for _, param in named), id(unit.module) in layers
+                units.append(PlannedUnit(numels, is_trainable=is_trainable, is_layer=is_layer))
         runs = [(unit, len(list(equal))) for unit, equal in groupby(units)]
         merged = [replace(unit, repeats=n, is_layer=unit.is_layer and n == num_layers) for unit, n in runs]
         return cls(units=tuple(merged), num_layers=num_layers, hidden=hidden, sequence=sequence, idle_numel=idle_numel)
