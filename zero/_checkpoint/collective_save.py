@@ -18,16 +18,16 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import astuple
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
 from zcomm import CommunicationError, Topology, control
-from zero._checkpoint.dcp import FolderWriter, SavePartsPlanner
+from zero._checkpoint.dcp import FolderWriter, SavePartsPlanner, write_item
 from zero._checkpoint.index import StoredChunk
 from zero._config.rank_consistency import differences_between_ranks
 from zero._ranks.rank_errors import is_agreed, raise_first
@@ -159,15 +159,12 @@ def _row_of(item: WriteItem) -> Row:
 
 def _item_of(row: Row) -> WriteItem:
     key, start, numel, size, dtype = row
-    chunk = ChunkStorageMetadata(torch.Size((start,)), torch.Size((numel,)))
-    data = TensorWriteData(chunk, TensorProperties(dtype=DTYPES[dtype]), torch.Size((size,)))
-    return WriteItem(index=MetadataIndex(key, (start,)), type=WriteItemType.SHARD, tensor_data=data)
+    return write_item(key, start, numel, size, DTYPES[dtype])
 
 
 def _row_of_result(result: WriteResult) -> Row:
     chunk, file_nbytes, header = result.storage_data
-    row = [result.index.fqn, result.size_in_bytes, file_nbytes, header]
-    return [*row, chunk.offset, chunk.numel, chunk.file, chunk.position, chunk.crc32]
+    return [result.index.fqn, result.size_in_bytes, file_nbytes, header, *astuple(chunk)]
 
 
 def _result_of(row: Row) -> WriteResult:

@@ -99,6 +99,13 @@ class FlatPart:
             start = end
 
 
+def write_item(key: str, start: int, numel: int, size: int, dtype: torch.dtype) -> WriteItem:
+    """DCP's item for elements ``[start, start + numel)`` of the flat tensor ``key``, which has ``size`` of them."""
+    chunk = ChunkStorageMetadata(torch.Size((start,)), torch.Size((numel,)))
+    data = TensorWriteData(chunk=chunk, properties=TensorProperties(dtype=dtype), size=torch.Size((size,)))
+    return WriteItem(index=MetadataIndex(key, (start,)), type=WriteItemType.SHARD, tensor_data=data)
+
+
 class SavePartsPlanner(DefaultSavePlanner):
     """DCP's planner for saving ``parts``; the state dict that DCP takes is empty."""
 
@@ -112,12 +119,8 @@ class SavePartsPlanner(DefaultSavePlanner):
         items = []
         for part in self._parts:
             for start, stop in part.chunks():
-                index = MetadataIndex(part.key, (start,))
-                self._chunks[index] = (part, start, stop)
-                chunk = ChunkStorageMetadata(torch.Size((start,)), torch.Size((stop - start,)))
-                properties = TensorProperties(dtype=part.values.dtype)
-                data = TensorWriteData(chunk=chunk, properties=properties, size=torch.Size((part.numel,)))
-                items.append(WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=data))
+                items.append(write_item(part.key, start, stop - start, part.numel, part.values.dtype))
+                self._chunks[items[-1].index] = (part, start, stop)
         self.plan = SavePlan(items)
         return self.plan
 

@@ -25,6 +25,7 @@ from zero._checkpoint.streamed_load import StreamedStates
 from zero._ranks.rank_errors import on_every_rank, raise_first
 from zero._runtime.initial_values import distinct
 from zero._runtime.optimizer_parts import OptimizerParts
+from zero._runtime.untracked_edits import has_same_bits
 from zero._sharding.bucket import Bucket
 from zero.errors import CheckpointError
 from zero.optimizer import ZeroOptimizer
@@ -212,16 +213,11 @@ def _check_expanded(internals: OptimizerParts, request: Request) -> None:
     """Raise unless elements of a buffer that share memory (``expand()``) have equal values in the checkpoint."""
     for name, buffer, values in _buffers_to_read(internals, request):
         apart = distinct(values, buffer)
-        if apart.shape != values.shape and not _are_same(apart.expand_as(values), values):
+        if apart.shape != values.shape and not has_same_bits(apart.expand_as(values), values):
             raise CheckpointError(
                 f"buffer {name!r} is expanded: its elements share memory and cannot have the different values that "
                 f"{request.index.folder} holds; register a copy of it (.clone())"
             )
-
-
-def _are_same(a: Tensor, b: Tensor) -> bool:
-    """Compare bytes: a NaN equals itself, and float8 dtypes have no comparison of their own."""
-    return torch.equal(*(x.contiguous().view(-1).view(torch.uint8) for x in (a, b)))
 
 
 def _buffers_to_read(internals: OptimizerParts, request: Request) -> Iterator[tuple[str, Tensor, Tensor]]:

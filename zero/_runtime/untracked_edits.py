@@ -67,7 +67,7 @@ class DebugCopies:
     def _check_here(self) -> None:
         for bucket, copy in self._copies.items():
             both = zip(bucket.layout.slots, bucket.views(bucket.buffer), bucket.views(copy), strict=True)
-            changed = [slot.name for slot, now, then in both if not _has_same_bits(now, then)]
+            changed = [slot.name for slot, now, then in both if not has_same_bits(now, then)]
             if changed:
                 raise StateError(
                     f"{len(changed)} parameters were changed since the last step, first {changed[:3]}: their masters "
@@ -76,5 +76,6 @@ class DebugCopies:
                 )
 
 
-def _has_same_bits(a: Tensor, b: Tensor) -> bool:
-    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+def has_same_bits(a: Tensor, b: Tensor) -> bool:
+    """Compare bytes: a NaN equals itself, and float8 dtypes have no comparison of their own."""
+    return torch.equal(*(x.contiguous().view(-1).view(torch.uint8) for x in (a, b)))
