@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
@@ -22,7 +22,7 @@ from zero._config.parse import Configuration, Source, read_source
 from zero._config.resolved import choose_topology, resolve_config
 from zero._model.init_shards import BuiltParameters
 from zero._ranks.distributed import data_parallel, init_distributed, is_first_of_job, local_device
-from zero._ranks.rank_errors import is_agreed, on_every_rank, raise_on_every_rank
+from zero._ranks.rank_errors import descendants, is_agreed, on_every_rank, raise_on_every_rank
 from zero._storage.parameter_storage import InitFiles
 
 
@@ -79,8 +79,8 @@ def give_values(
 
 logger = logging.getLogger("zero")
 
-_ACTIVE: list[Init] = []
-"""The enabled zero.Init blocks that are entered, the innermost last."""
+_ACTIVE: list[BuiltParameters] = []
+"""What is built in the enabled zero.Init blocks that are entered, the innermost last."""
 _BUILDING: set[int] = set()
 """The ids of modules whose constructor is running."""
 _WRAPPED: list[tuple[type[nn.Module], Callable[..., None]]] = []
@@ -182,7 +182,7 @@ class Init:
         if self._construction is not None:
             if not _ACTIVE:
                 _wrap_constructors()
-            _ACTIVE.append(self)
+            _ACTIVE.append(self._construction)
             self._construction.is_building = True
         return self
 
@@ -192,7 +192,7 @@ class Init:
         construction = self._construction
         if construction is None:
             return
-        _ACTIVE.remove(self)
+        _ACTIVE.remove(construction)
         construction.is_building = False
         if not _ACTIVE:
             _unwrap_constructors()
@@ -203,10 +203,6 @@ class Init:
         if error is None:
             construction.close_unused(even_used=True)
             on_every_rank(lambda: None, construction.topology, fact="the end of zero.Init")
-
-    def _built(self, module: nn.Module) -> None:
-        assert self._construction is not None, "of an entered Init"
-        self._construction.partition(module)
 
 
 def _check_options(options: dict[str, Any]) -> None:
@@ -230,14 +226,8 @@ def _shard_device(remote_device: str | torch.device | None, configuration: Confi
     return torch.device(remote_device)
 
 
-def _classes(root: type[nn.Module]) -> Iterator[type[nn.Module]]:
-    for cls in root.__subclasses__():
-        yield cls
-        yield from _classes(cls)
-
-
 def _wrap_constructors() -> None:
-    for cls in dict.fromkeys(_classes(nn.Module)):
+    for cls in dict.fromkeys(descendants(nn.Module)):
         _wrap(cls)
     nn.Module.__init_subclass__ = classmethod(_wrap_new_class)  # type: ignore[assignment]
 
@@ -265,7 +255,7 @@ def _wrap(cls: type[nn.Module]) -> None:
             original(self, *args, **kwargs)
         finally:
             _BUILDING.discard(id(self))
-        _ACTIVE[-1]._built(self)
+        _ACTIVE[-1].partition(self)
 
     cls.__init__ = build  # type: ignore[method-assign]
     _WRAPPED.append((cls, original))

@@ -13,6 +13,7 @@ from zcomm import LayoutError, StateError, Topology, ZcommError, control
 from zcomm._transport.environment_check import compare_once
 
 Result = TypeVar("Result")
+T = TypeVar("T")
 
 
 def on_every_rank(call: Callable[[], Result], ranks: Topology | dist.ProcessGroup | None, *, fact: str = "") -> Result:
@@ -114,7 +115,7 @@ def _error_text(error: Exception) -> str:
 def _error_from(rank: int, kind: str, reason: str) -> Exception:
     """The exception for an error that ``rank`` sent."""
     name, _, number = kind.partition(" ")
-    known: type[Exception] | None = {cls.__name__: cls for cls in _descendants(ZcommError)}.get(name)
+    known: type[Exception] | None = {cls.__name__: cls for cls in descendants(ZcommError)}.get(name)
     if number:
         path, _, reason = reason.partition("\n")
         return (known or OSError)(int(number), f"rank {rank}: {reason}", path or None)
@@ -126,7 +127,8 @@ def _mark_agreed(error: Exception) -> Exception:
     return error
 
 
-def _descendants(cls: type[ZcommError]) -> Iterator[type[ZcommError]]:
+def descendants(cls: type[T]) -> Iterator[type[T]]:
+    """The classes that inherit from ``cls``; some twice, if they do so in several ways."""
     for child in cls.__subclasses__():
         yield child
-        yield from _descendants(child)
+        yield from descendants(child)
