@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache
 from pathlib import Path
-from types import NoneType, UnionType
+from types import UnionType
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 
@@ -93,10 +93,7 @@ def options_of(kind: Any) -> tuple[Any, ...]:
 
 def section_type(kind: Any) -> type | None:
     """The dataclass of a section; None if ``kind`` is the type of a value."""
-    for option in options_of(kind):
-        if option is not NoneType and is_dataclass(option):
-            return option  # type: ignore[return-value]
-    return None
+    return next((option for option in options_of(kind) if is_dataclass(option)), None)  # type: ignore[return-value]
 
 
 @cache

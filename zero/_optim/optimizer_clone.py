@@ -57,15 +57,13 @@ def new_state(optimizer: Optimizer, groups: list[dict[str, Any]]) -> defaultdict
 
 
 def _is_same(state: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    if state.keys() != other.keys():
-        return False
-    for name, value in state.items():
-        if isinstance(value, Tensor) != isinstance(other[name], Tensor):
-            return False
-        is_equal = torch.equal(value, other[name]) if isinstance(value, Tensor) else value == other[name]
-        if not is_equal:
-            return False
-    return True
+    return state.keys() == other.keys() and all(_are_equal(value, other[name]) for name, value in state.items())
+
+
+def _are_equal(value: Any, other: Any) -> bool:
+    if isinstance(value, Tensor) and isinstance(other, Tensor):
+        return torch.equal(value, other)
+    return not (isinstance(value, Tensor) or isinstance(other, Tensor)) and bool(value == other)
 
 
 def _settings(group: Mapping[str, Any], params: list[Tensor]) -> dict[str, Any]:
