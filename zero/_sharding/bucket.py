@@ -276,8 +276,8 @@ class Bucket:
 
     def start_gathering(self, full: Tensor) -> None:
         """Exchanges start to fill ``full``."""
+        self.full, self.exchanges = full, []  # first: an interrupt in between must not leave GATHERING without a buffer
         self.move(BucketState.GATHERING)
-        self.full, self.exchanges = full, []
 
     def expose(self) -> None:
         """The buffer is filled: make parameters views of it."""
