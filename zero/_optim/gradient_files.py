@@ -23,10 +23,10 @@ from torch import Tensor
 from zcomm import Topology
 from zero._config.settings import ZeroSettings
 from zero._optim.loss_scale import is_nonfinite
-from zero._optim.sub_groups import SubGroup, new_pipeline, pages
+from zero._optim.sub_groups import SubGroup, new_pipeline
 from zero._ranks.rank_errors import on_every_rank
 from zero._sharding.bucket import Bucket, master_dtype
-from zero._storage.file_store import Transfer, store_with
+from zero._storage.file_store import Transfer, pages, store_with
 from zero._storage.gradient_store import GradientStore
 from zero._storage.host_memory import HostMemory, PendingCopy
 from zero._storage.tier_settings import StateTier

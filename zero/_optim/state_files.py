@@ -31,11 +31,11 @@ from zero._optim.gradient_files import GradientFiles, GradientInMemory
 from zero._optim.host_adam import describe_update
 from zero._optim.masters import MasterPiece
 from zero._optim.optimizer_clone import moments_of
-from zero._optim.sub_groups import PAGE, SubGroup, pages, split
+from zero._optim.sub_groups import SubGroup, split
 from zero._ranks.rank_errors import on_every_rank
 from zero._sharding.bucket import Bucket, master_dtype
 from zero._sharding.stages import get_stage
-from zero._storage.file_store import Transfer, store_with
+from zero._storage.file_store import PAGE, Transfer, pages, store_with
 from zero._storage.gradient_store import GradientStore
 from zero._storage.host_memory import HostMemory
 from zero._storage.poison import is_placeholder, placeholder

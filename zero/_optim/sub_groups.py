@@ -9,7 +9,6 @@ from zero._sharding.bucket import Bucket
 from zero._storage.swap_pipeline import L, Pipeline
 from zero._storage.tier_settings import StateTier
 
-PAGE = 4096
 LARGEST_NUMEL = 2**22
 """Larger sub-groups need more memory and overlap no better."""
 
@@ -47,8 +46,3 @@ def split(bucket: Bucket, largest: int) -> Iterator[SubGroup]:
 def new_pipeline(read: Callable[[SubGroup], L], tier: StateTier) -> Pipeline[SubGroup, L]:
     """Reads with ``read``, updates and writes sub-groups as ``tier`` says."""
     return Pipeline(read, num_buffers=tier.num_buffers, reads_ahead=tier.reads_ahead, writes_behind=tier.writes_behind)
-
-
-def pages(nbytes: int) -> int:
-    """``nbytes`` rounded up to whole pages."""
-    return -(-nbytes // PAGE) * PAGE

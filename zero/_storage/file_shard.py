@@ -16,23 +16,18 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from zero._storage.file_store import StoredFile
+from zero._storage.file_store import StoredFile, pages
 from zero._storage.host_memory import CopyStream
 from zero._storage.shard_storage import KIND, OnDemandShard
 from zero._storage.staging_buffers import PageRange, StagingBuffers
 from zero._storage.transfer_counters import record
 
-PAGE_NBYTES = 4096
 HOST = torch.device("cpu")
-
-
-def _round_up(nbytes: int) -> int:
-    return -(-nbytes // PAGE_NBYTES) * PAGE_NBYTES
 
 
 def file_nbytes(cuts: Sequence[tuple[int, int]], itemsize: int) -> int:
     """Bytes of the file for a shard that is divided at ``cuts``."""
-    return sum(_round_up((stop - start) * itemsize) for start, stop in cuts)
+    return sum(pages((stop - start) * itemsize) for start, stop in cuts)
 
 
 @dataclass(slots=True)
@@ -74,7 +69,7 @@ class FileShard(OnDemandShard):
         self._parts: dict[tuple[int, int], PageRange] = {}
         offset = 0
         for start, stop in cuts:
-            nbytes = _round_up((stop - start) * shard.element_size())
+            nbytes = pages((stop - start) * shard.element_size())
             self._parts[start, stop] = PageRange(file, offset, nbytes)
             offset += nbytes
         self._written: dict[tuple[int, int], _Written] = {}

@@ -37,6 +37,12 @@ from zero._storage.transfer_buffers import HostBuffers
 
 Result = TypeVar("Result")
 MAX_REQUESTS = 256  # in flight
+PAGE = 4096
+
+
+def pages(nbytes: int) -> int:
+    """``nbytes`` rounded up to whole pages."""
+    return -(-nbytes // PAGE) * PAGE
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,15 +247,14 @@ class FileStore:
 
     def write(self, file: StoredFile, offset: int, buffer: Tensor) -> Transfer:
         """Start writing ``buffer``, a uint8 tensor of whole pages, at ``offset``, a multiple of 4096."""
-        transfer_counters.record(self.name, "write", buffer.numel())
         return self._start_transfer("write", file, offset, buffer)
 
     def read(self, file: StoredFile, offset: int, buffer: Tensor) -> Transfer:
         """Start reading into ``buffer``, a uint8 tensor of whole pages, from ``offset``, a multiple of 4096."""
-        transfer_counters.record(self.name, "read", buffer.numel())
         return self._start_transfer("read", file, offset, buffer)
 
     def _start_transfer(self, verb: str, file: StoredFile, offset: int, buffer: Tensor) -> Transfer:
+        transfer_counters.record(self.name, verb, buffer.numel())
         store = self._opened()
         page = int(kernels.native().FILE_ALIGNMENT)
         if buffer.dtype != torch.uint8 or buffer.device.type != "cpu" or not buffer.is_contiguous():
