@@ -185,10 +185,8 @@ def quantize(
     elif out.numel() and _uses_native(x, layout):
         source = *calls.rows(layout, out.shape[0]), *calls.array(x), message_stride, segment_stride
         target = out.data_ptr(), layout.nbytes, layout.hash, _draw(draw)
-        if residual is None:
-            _call("quantize", layout, *source, *target)
-        else:
-            _call("quantize_with_residual", layout, *source, *target, calls.residual(residual))
+        fused = () if residual is None else (calls.residual(residual),)
+        _call("quantize_with_residual" if fused else "quantize", layout, *source, *target, *fused)
     else:
         reference.quantize(x, layout, out, message_stride, segment_stride, draw)
     message.sign(out, layout)
@@ -233,10 +231,9 @@ def decode_sum_requantize(
     elif messages.numel() and _uses_native(out, layout, out_layout):
         source = *calls.incoming(messages, layout), *calls.wire(out_layout)
         target = out.data_ptr(), out_layout.nbytes, out_layout.hash, _draw(draw)
-        if residual is None:
-            _call("decode_sum_requantize", layout, *source, *target)
-        else:
-            _call("decode_sum_requantize_with_residual", layout, *source, *target, calls.residual(residual))
+        fused = () if residual is None else (calls.residual(residual),)
+        name = "decode_sum_requantize_with_residual" if fused else "decode_sum_requantize"
+        _call(name, layout, *source, *target, *fused)
     else:
         reference.decode_sum_requantize(messages, layout, out, out_layout, draw)
     message.sign(out, out_layout)
