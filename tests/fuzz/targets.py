@@ -129,7 +129,7 @@ def _optimizer() -> zero.ZeroOptimizer:
 
 def _format(data: bytes) -> None:
     text = data.decode(errors="replace")
-    for parse in (get_format, get_recipe, options._parse_size, options._parse_wire, options._wires):
+    for parse in (get_format, get_recipe, options._parse_size, options._wires):
         with contextlib.suppress(ZcommError, argparse.ArgumentTypeError):
             parse(text)
 

@@ -15,7 +15,6 @@ from zcomm._bench.interface import sent_nbytes
 from zcomm._collectives.auto_format import AUTO
 from zcomm._formats.formats import get_format
 from zcomm._transport.backend_choice import nccl_unavailable_reason
-from zcomm._transport.route import WireFormat
 from zcomm.errors import BackendUnavailableError, ConfigError
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "secondary_gather")
@@ -31,12 +30,6 @@ def _parse_size(text: str) -> int:
     return int(match[1]) * UNITS[match[2].upper()]
 
 
-def _parse_wire(text: str) -> WireFormat:
-    """Parse ``int8``, or ``int8+int4`` for (inside the node, between nodes) of a reduction."""
-    first, plus, second = text.partition("+")
-    return (get_format(first), get_format(second)) if plus else get_format(first)
-
-
 def _one_of(*choices: str) -> Callable[[str], list[str]]:
     def parse(text: str) -> list[str]:
         chosen = [name.strip() for name in text.split(",") if name.strip()]
@@ -48,11 +41,12 @@ def _one_of(*choices: str) -> Callable[[str], list[str]]:
 
 
 def _wires(text: str) -> list[str]:
+    """Parse ``int8,int8+int4,...``; with a plus for (inside the node, between nodes) of a reduction."""
     wires = [wire.strip() for wire in text.split(",") if wire.strip()]
     for wire in wires:
         try:
-            if wire != AUTO:
-                _parse_wire(wire)
+            for part in wire.split("+", 1) if wire != AUTO else ():
+                get_format(part)
         except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from error
     return wires

@@ -6,8 +6,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# torch 2.13 has renamed both.
-_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+all_to_all = dist.all_to_all_single
+# torch 2.13 has renamed these two.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
@@ -23,10 +24,6 @@ def barrier() -> None:
     dist.barrier()
 
 
-def all_gather(output: Tensor, shard: Tensor, group: dist.ProcessGroup | None = None) -> None:
-    _gather(output, shard, group=group)
-
-
 def reduce_scatter(output: Tensor, full: Tensor, divisor: int) -> None:
     """Sum, then divide: gloo has no ReduceOp.AVG."""
     _scatter(output, full)
@@ -38,7 +35,3 @@ def all_reduce(tensor: Tensor, divisor: int) -> None:
     dist.all_reduce(tensor)
     if divisor != 1:
         tensor.div_(divisor)
-
-
-def all_to_all(output: Tensor, source: Tensor) -> None:
-    dist.all_to_all_single(output, source)
