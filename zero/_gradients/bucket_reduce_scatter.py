@@ -64,10 +64,8 @@ class GradientReduceScatter:
     def start(self, grads: BucketGrads, full: Tensor, output: Tensor | None) -> list[Work]:
         """Start reducing ``full`` to ``output``; that is None only if :attr:`stays_in_node`."""
         assert output is not None, "a reduction without an output buffer"
-        wire = self.effective.gradient_formats
-        if wire is None:
-            narrow = "none" if grads.dtype == grads.bucket.dtype else WIRE_NAMES[grads.bucket.dtype]
-            wire = (narrow, narrow)
+        narrow = "none" if grads.dtype == grads.bucket.dtype else WIRE_NAMES[grads.bucket.dtype]
+        wire = self.effective.gradient_formats or (narrow, narrow)
         rows, works = full.view(self.topology.world_size, -1), []
         chunks = grads.bucket.layout.chunks(self.settings.reduce_bucket_size)
         for start, stop in chunks:

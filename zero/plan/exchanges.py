@@ -110,10 +110,8 @@ class Exchanges:
 
     def reduce(self, layout: BucketLayout) -> MovedBytes:
         """The reduction of a bucket's gradients to their shards."""
-        wire = self.effective.gradient_formats
-        if wire is None:
-            narrow = "none" if self.gradient_dtype == self.dtype else WIRE_NAMES[self.dtype]
-            wire = (narrow, narrow)
+        narrow = "none" if self.gradient_dtype == self.dtype else WIRE_NAMES[self.dtype]
+        wire = self.effective.gradient_formats or (narrow, narrow)
         chunks = _sizes(layout.chunks(self.settings.reduce_bucket_size))
         parts = chunks if self.mode.is_chunked else [layout.shard_numel]
         return self._moved(reduce_scatter_sent, parts, self.gradient_dtype, wire)
@@ -209,10 +207,7 @@ def _sizes(spans: Iterable[tuple[int, int]]) -> list[int]:
 
 
 def _times(moved: MovedBytes, factor: int) -> MovedBytes:
-    sent, counts = moved
-    return MovedBytes(
-        Sent(sent.intra * factor, sent.inter * factor), Exchanged(counts.intra * factor, counts.inter * factor)
-    )
+    return MovedBytes(Sent(*(n * factor for n in moved.sent)), Exchanged(*(n * factor for n in moved.exchanges)))
 
 
 def _total(parts: list[MovedBytes]) -> MovedBytes:
