@@ -57,12 +57,9 @@ class DeltaMode(Mode):
 
     def sources(self, buckets: Sequence[Bucket], options: GatherOptions, effective: Effective) -> BucketSources:
         sources = super().sources(buckets, options, effective).sources
-        receivers = {}
-        for bucket, source in zip(buckets, sources, strict=True):
-            receiver = self.receiver(bucket, source, options, effective.change_format or CHANGE_FORMAT)
-            if receiver is not None:
-                receivers[bucket.index] = receiver
-        return BucketSources(options, sources, receivers)
+        changes = effective.change_format or CHANGE_FORMAT
+        made = {b.index: self.receiver(b, s, options, changes) for b, s in zip(buckets, sources, strict=True)}
+        return BucketSources(options, sources, {i: receiver for i, receiver in made.items() if receiver is not None})
 
     def receiver(self, bucket: Bucket, source: object, options: GatherOptions, format: str) -> DeltaReceiver | None:
         """What the deltas of ``bucket`` are added to; None: its parameters themselves are sent."""

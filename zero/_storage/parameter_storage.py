@@ -21,7 +21,7 @@ from zero._storage.host_memory import CopyStream
 from zero._storage.poison import placeholder
 from zero._storage.runtime_part import RuntimePart
 from zero._storage.shard_storage import KIND, HostShard, InMemoryShard, QuantizedShard, ShardStorage
-from zero._storage.staging_buffers import PageRange, StagingBuffers
+from zero._storage.staging_buffers import StagingBuffers
 from zero._storage.tier_settings import FileSettings, ParameterTier, Tier, Tiers
 from zero._storage.transfer_buffers import HostBuffers
 
@@ -122,7 +122,8 @@ class ParameterStorage(RuntimePart):
     def read_ahead(self, upcoming: Iterable[tuple[ShardStorage, int]]) -> None:
         """Read ahead what is gathered next: shards, each from the given exchange on."""
         if self._staging is not None:
-            self._staging.read_ahead(_parts(upcoming))
+            in_files = ((shard, first) for shard, first in upcoming if isinstance(shard, FileShard))
+            self._staging.read_ahead(part for shard, first in in_files for part in shard.parts(first))
 
     def described(self) -> tuple[str, ...]:
         """The tiers of all shards; empty if they are on the device."""
@@ -174,12 +175,6 @@ class ParameterStorage(RuntimePart):
         if self._staging is not None:
             self._staging.forget()
             self._staging.store.close()
-
-
-def _parts(upcoming: Iterable[tuple[ShardStorage, int]]) -> Iterable[PageRange]:
-    for storage, first in upcoming:
-        if isinstance(storage, FileShard):
-            yield from storage.parts(first)
 
 
 def _choose_files(tier: ParameterTier, plans: Mapping[int, ShardPlan]) -> set[int]:

@@ -73,15 +73,12 @@ class ClaimedFolder:
             _remove_dead(parent)
             self.path.mkdir(mode=0o700)
             try:
-                self._claim()
+                self._owner = os.open(self.path / OWNER, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+                _try_lock(self._owner)
+                os.write(self._owner, json.dumps(_ProcessIdentity.current()._asdict()).encode())
             except BaseException:
                 self.remove()
                 raise
-
-    def _claim(self) -> None:
-        self._owner = os.open(self.path / OWNER, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        _try_lock(self._owner)
-        os.write(self._owner, json.dumps(_ProcessIdentity.current()._asdict()).encode())
 
     def remove(self) -> None:
         """Remove the folder and its contents. Does nothing in a forked process, or when called again."""
