@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zero._runtime.runtime import Runtime
+from zero._runtime.suspended_memory import new_storages
 from zero._sharding.stages import model_state_nbytes
 
 
@@ -56,13 +57,7 @@ class MemoryReport:
 
 def _nbytes(tensors: Iterable[Tensor], seen: set[int]) -> int:
     """Bytes of the storages under ``tensors``, each counted once."""
-    total = 0
-    for tensor in tensors:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in seen and storage.nbytes():
-            seen.add(storage.data_ptr())
-            total += storage.nbytes()
-    return total
+    return sum(storage.nbytes() for storage in new_storages(tensors, seen))
 
 
 def measure(runtime: Runtime, optimizer: Optimizer) -> MemoryReport:

@@ -6,7 +6,7 @@ restore:  host memory --copy--> the same storage, at a new address
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -36,14 +36,11 @@ class SuspendedMemory:
 
     def put(self, tensors: Iterable[Tensor], *, pins_memory: bool, non_blocking: bool) -> None:
         """Move the storages of ``tensors`` to host memory; one that several tensors share is moved once."""
-        seen: set[int] = set()
-        for tensor in tensors:
-            storage = tensor.untyped_storage()
-            if storage.nbytes() and storage.data_ptr() not in seen:
-                seen.add(storage.data_ptr())
-                copy = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pins_memory and tensor.is_cuda)
-                copy.copy_(_bytes_of(storage), non_blocking=non_blocking)
-                self._copies.append((storage, copy))
+        for storage in new_storages(tensors, set()):
+            is_pinned = pins_memory and storage.device.type == "cuda"
+            copy = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=is_pinned)
+            copy.copy_(_bytes_of(storage), non_blocking=non_blocking)
+            self._copies.append((storage, copy))
         # A non-blocking copy may still read the memory that is freed here. That is safe: the caching allocator hands it
         # out again on this stream only, so whatever overwrites it runs after the copy.
         for storage, _ in self._copies:
@@ -63,6 +60,15 @@ class SuspendedMemory:
     def nbytes(self) -> int:
         """Bytes in host memory."""
         return sum(copy.numel() for _, copy in self._copies)
+
+
+def new_storages(tensors: Iterable[Tensor], seen: set[int]) -> Iterator[torch.UntypedStorage]:
+    """The storages under ``tensors``, each once, without empty ones and those whose address is in ``seen``."""
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in seen and storage.nbytes():
+            seen.add(storage.data_ptr())
+            yield storage
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
