@@ -86,9 +86,7 @@ class ModelParallel:
 
     def counts(self, param: nn.Parameter) -> bool:
         """Whether this rank adds its part of ``param`` to the norm of the full model."""
-        if self._topology is None:
-            return True
-        if getattr(param, "tensor_model_parallel", False):
+        if self._topology is None or getattr(param, "tensor_model_parallel", False):
             return True
         return self._counts_replicated and not getattr(param, "shared", False)
 
@@ -96,8 +94,7 @@ class ModelParallel:
         """``value`` of every rank, in rank order. Collective over the model-parallel ranks."""
         if self._topology is None:
             return [value]
-        mine = torch.tensor([value], dtype=torch.float64)
-        of_ranks: list[float] = control.gather_float64(mine, self._topology).flatten().tolist()
+        of_ranks: list[float] = self.gather_beside(torch.tensor(value, dtype=torch.float64, device="cpu")).tolist()
         return of_ranks
 
     def gather_beside(self, value: Tensor) -> Tensor:
