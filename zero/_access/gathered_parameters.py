@@ -12,7 +12,7 @@ from zcomm import StateError, Topology, TopologyError
 from zero._ranks.collective_calls import calling_over, on_exit
 from zero._ranks.rank_errors import is_agreed, on_every_rank, raise_on_every_rank
 from zero._runtime.runtime import Runtime
-from zero._sharding.bucket import Bucket, ShardInfo, num_writes
+from zero._sharding.bucket import Bucket, ShardInfo, is_managed, num_writes
 from zero._sharding.units import EXTERNAL, external_parameters
 
 BLOCK_END = "has reached the end of zero.GatheredParameters"
@@ -171,12 +171,7 @@ def gathered_for_generation(model: nn.Module) -> Iterator[None]:
 
     Cost for each rank: one all-gather of every bucket, and the memory of the full model until the block ends.
     """
-    owners: dict[Runtime, None] = {}
-    for param in model.parameters():
-        info: ShardInfo | None = getattr(param, "zero_shard", None)
-        if info is not None:
-            assert isinstance(info.owner, Runtime), "zero_shard without a runtime"
-            owners[info.owner] = None
+    owners = dict.fromkeys(p.zero_shard.owner for p in model.parameters() if is_managed(p))  # type: ignore[attr-defined]
     with GatheredParameters(model.parameters()), ExitStack() as stack:
         for owner in owners:
             stack.enter_context(owner.hooks.ignoring_inference())

@@ -134,9 +134,8 @@ def _set_master(location: ParameterLocation, own: Tensor) -> None:
     with runtime.in_memory([bucket], is_changed=True):
         bucket.master[location.part].copy_(own)
     runtime.write_back([bucket], params=[bucket.params[location.slot]])
-    if not runtime.stage.shards_parameters:
-        return
-    if bucket.state is not BucketState.SHARDED:  # gathered, or in flight, with the old value
+    # Gathered, or in flight, with the old value.
+    if runtime.stage.shards_parameters and bucket.state is not BucketState.SHARDED:
         runtime.gatherer.acquire(bucket)
         values = _gathered(location, on_every_rank(bucket.storage.read, runtime.topology))
         bucket.views(bucket.buffer)[location.slot].copy_(values)

@@ -94,7 +94,7 @@ class StateDicts:
     def install(self) -> list[Any]:
         """Install the hooks on the model's modules, and return their handles."""
         handles: list[Any] = []
-        for module in self._model.modules():
+        for module in self._owner.model.modules():
             replace = module.register_state_dict_post_hook(partial(self._replace))  # type: ignore[no-untyped-call]
             end_save = module.register_state_dict_post_hook(partial(self._end_save))  # type: ignore[no-untyped-call]
             end_load = module.register_load_state_dict_post_hook(self._end_load)  # type: ignore[no-untyped-call]
@@ -105,7 +105,7 @@ class StateDicts:
             handles.append(module.register_load_state_dict_pre_hook(self._before_load))  # type: ignore[no-untyped-call]
         # pickle meets this hook before others of forward, of which it would tell nothing.
         if self._owner.stage.shards_parameters:
-            handles.append(self._model.register_forward_hook(partial(self._refuse_pickle), prepend=True))
+            handles.append(self._owner.model.register_forward_hook(partial(self._refuse_pickle), prepend=True))
         return handles
 
     def _refuse_pickle(self, *_: Any) -> None:
@@ -134,10 +134,6 @@ class StateDicts:
     def _owner(self) -> Runtime:
         assert self._runtime is not None, "hooks of no model"
         return self._runtime
-
-    @property
-    def _model(self) -> nn.Module:
-        return self._owner.model
 
     def _running(self, method: Any) -> list[nn.Module]:
         return [module for module in _running(method) if module in self._replace_ids]

@@ -180,8 +180,7 @@ class BuiltParameters:
 
     def _acquire(self, bucket: Bucket) -> None:
         if bucket.state is BucketState.SHARDED:
-            full = self.read(bucket)
-            bucket.start_gathering(full)
+            bucket.start_gathering(self.read(bucket))
             bucket.expose()
 
     def _release_if_unneeded(self, bucket: Bucket) -> None:
