@@ -7,6 +7,7 @@ passed on to it unchecked.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from zero._config.keys import ConfigKey, Definition
@@ -20,13 +21,7 @@ def _define(section: str, kind: Any, names: str, **facts: Any) -> dict[str, Defi
     return {name: Definition(f"{section}.{name}", kind, None, ConfigKey(doc="-", **facts)) for name in names.split()}
 
 
-def _optimizer(kind: Any, names: str, **facts: Any) -> dict[str, Definition]:
-    return _define("optimizer.params", kind, names, **facts)
-
-
-def _scheduler(kind: Any, names: str, **facts: Any) -> dict[str, Definition]:
-    return _define("scheduler.params", kind, names, **facts)
-
+_optimizer, _scheduler = partial(_define, "optimizer.params"), partial(_define, "scheduler.params")
 
 OPTIMIZER_OPTIONS: Mapping[str, Definition] = {
     **_optimizer(float, "lr weight_decay momentum lr_decay initial_accumulator_value momentum_decay", minimum=0),

@@ -221,6 +221,5 @@ def _hint(given: str, here: list[str]) -> str:
     close = closest(given, sorted({*here, *(p.rpartition(".")[2] for p in everywhere)}))
     if not close:
         return ""
-    elsewhere = [p for p in everywhere if p.rpartition(".")[2] == close]
-    path = close if close in here else elsewhere[0]
+    path = close if close in here else next(p for p in everywhere if p.rpartition(".")[2] == close)
     return f" (did you mean {path!r}?)"

@@ -145,7 +145,8 @@ def resolve(settings: ZeroSettings, topology: Topology) -> Effective:
         inactive.append("formats 'auto' (a plan has no ranks, so no probe has measured their links)")
         settings = settings.with_formats(None, None)
     weights = settings.weight_format or ("int8" if settings.quantized_weights else "none")
-    gradients = _gradient_formats(settings)
+    chosen = settings.gradient_format or ("int4" if settings.quantized_gradients else None)
+    gradients = (chosen, chosen) if isinstance(chosen, str) else chosen
     is_quantized = gradients is not None and any(name not in UNQUANTIZED for name in gradients)
     if not stage.shards_states and (weights != "none" or is_quantized):
         inactive.append("quantized weights and gradients (stage 0 has no sharded exchange; set stage 1, 2 or 3)")
@@ -195,11 +196,6 @@ def _limits(settings: ZeroSettings, topology: Topology, stage: Stage) -> tuple[L
         reuse_numel=settings.stage3_max_reuse_distance,
     )
     return limits, adjusted
-
-
-def _gradient_formats(settings: ZeroSettings) -> tuple[str, str] | None:
-    chosen = settings.gradient_format or ("int4" if settings.quantized_gradients else None)
-    return (chosen, chosen) if isinstance(chosen, str) else chosen
 
 
 def _secondary(settings: ZeroSettings, topology: Topology, stage: Stage, inactive: list[str]) -> bool:
