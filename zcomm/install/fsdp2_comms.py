@@ -95,11 +95,8 @@ class UnitPlanner:
             why = f"gathered again over {group.size()} ranks"
             choices = [choice._replace(wires=UNCOMPRESSED, reason=why) for choice in choices]
         comm, columns = self.comm_over(group), self._columns(range(len(choices)), group)
-        exchanges = []
-        for piece in split_by_format(choices, columns, lambda choice: choice.wires.weights):
-            tally = self._tally("weights", piece, piece.choices[0].wires.weights, comm, dtype)
-            exchanges.append(PieceExchange(piece, tally))
-        return exchanges
+        pieces = split_by_format(choices, columns, lambda choice: choice.wires.weights)
+        return [PieceExchange(p, self._tally("weights", p, p.choices[0].wires.weights, comm, dtype)) for p in pieces]
 
     def _plan_reduce(self, group: dist.ProcessGroup, numel: int, dtype: torch.dtype) -> list[PieceExchange]:
         """Plan the pieces of a reduce-scatter over ``group`` to ``numel`` columns."""

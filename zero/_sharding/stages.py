@@ -55,12 +55,6 @@ def model_state_nbytes(
         state_nbytes: Bytes of states per element: 12 for Adam with a float32 master, 8 without one.
     """
     which = get_stage(stage)
-
-    def per_rank(nbytes: int, is_sharded: bool) -> float:  # noqa: FBT001
-        return nbytes / (world_size if is_sharded else 1)
-
-    return numel * (
-        per_rank(param_nbytes, which.shards_parameters)
-        + per_rank(gradient_nbytes, which.shards_gradients)
-        + per_rank(state_nbytes, which.shards_states)
-    )
+    are_sharded = which.shards_parameters, which.shards_gradients, which.shards_states
+    kinds = zip((param_nbytes, gradient_nbytes, state_nbytes), are_sharded, strict=True)
+    return numel * sum(nbytes / (world_size if is_sharded else 1) for nbytes, is_sharded in kinds)

@@ -77,10 +77,9 @@ class Update:
         self.check_usable()
         try:
             return self._run()
-        except Exception:
-            raise
-        except BaseException as error:  # an interrupt: some masters may be updated and others not
-            self.fail(error)
+        except BaseException as error:
+            if not isinstance(error, Exception):  # an interrupt: some masters may be updated and others not
+                self.fail(error)
             raise
 
     def _run(self) -> bool:
