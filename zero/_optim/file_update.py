@@ -16,11 +16,10 @@ from torch.optim import Optimizer
 
 from zcomm import StateError
 from zero._optim.cpu_optimizer_base import CPUOptimizer
-from zero._optim.masters import MasterPiece
+from zero._optim.masters import MasterPiece, pieces_by_bucket
 from zero._optim.state_files import LoadedSubGroup, StateFiles
 from zero._optim.step_pieces import numbers_of_groups, step_leaves
 from zero._optim.sub_groups import SubGroup, new_pipeline
-from zero._sharding.bucket import Bucket
 from zero._storage.poison import placeholder
 
 
@@ -41,10 +40,7 @@ class FileUpdate:
 
     def __init__(self, files: StateFiles, inner: Optimizer, pieces: Sequence[MasterPiece]) -> None:
         self._files, self._inner = files, inner
-        self._pieces: dict[Bucket, list[MasterPiece]] = {bucket: [] for bucket in files.groups_of}
-        for piece in pieces:
-            if piece.bucket in self._pieces:
-                self._pieces[piece.bucket].append(piece)
+        self._pieces = pieces_by_bucket(files.groups_of, pieces)
         self.is_used = bool(self._pieces)
         """Whether there is anything in files."""
         self.keeps_previous = files.settings.keeps_previous

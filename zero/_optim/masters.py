@@ -7,7 +7,7 @@ Elementwise optimizers cannot tell the difference; :mod:`zero._optim.elementwise
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +38,15 @@ class MasterPiece:
     start: int
     """Its offset in the bucket's master."""
     master: Tensor
+
+
+def pieces_by_bucket(buckets: Iterable[Bucket], pieces: Iterable[MasterPiece]) -> dict[Bucket, list[MasterPiece]]:
+    """The pieces of each of ``buckets``; those of others are left out."""
+    found: dict[Bucket, list[MasterPiece]] = {bucket: [] for bucket in buckets}
+    for piece in pieces:
+        if piece.bucket in found:
+            found[piece.bucket].append(piece)
+    return found
 
 
 class OptimizerStates:

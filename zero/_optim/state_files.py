@@ -29,7 +29,7 @@ from zero._config.settings import ZeroSettings
 from zero._optim.cpu_optimizer_base import CPUOptimizer
 from zero._optim.gradient_files import GradientFiles, GradientInMemory
 from zero._optim.host_adam import describe_update
-from zero._optim.masters import MasterPiece
+from zero._optim.masters import MasterPiece, pieces_by_bucket
 from zero._optim.optimizer_clone import moments_of
 from zero._optim.sub_groups import SubGroup, split
 from zero._ranks.rank_errors import on_every_rank
@@ -148,7 +148,7 @@ class StateFiles(RuntimePart):
         self._topology = topology
         self.groups = [group for groups in self.groups_of.values() for group in groups]
         """Every sub-group, in order."""
-        self._pieces: dict[Bucket, list[MasterPiece]] = {bucket: [] for bucket in buckets}
+        self._pieces = pieces_by_bucket(buckets, ())
         at = 0
         for group in self.groups:
             group.masters_at = at
@@ -175,9 +175,7 @@ class StateFiles(RuntimePart):
         self._inner = inner
         if not self.groups_of:
             return
-        for piece in pieces:
-            if piece.bucket in self._pieces:
-                self._pieces[piece.bucket].append(piece)
+        self._pieces = pieces_by_bucket(self.groups_of, pieces)
         dtype = next(iter(self.groups_of)).master.dtype
         moments = on_every_rank(lambda: moments_of(inner, dtype), self._topology)
         self.moments = dict(sorted(moments.items(), key=lambda item: -item[1].itemsize))

@@ -63,9 +63,8 @@ def _nbytes(tensors: Iterable[Tensor], seen: set[int]) -> int:
 def measure(runtime: Runtime, optimizer: Optimizer) -> MemoryReport:
     """Measure what ``runtime`` and the inner ``optimizer`` hold."""
     seen: set[int] = set()
-    buckets, stage, held = runtime.buckets, runtime.stage, dict[str, int]()
-    for part in runtime.parts:
-        held |= part.held()
+    buckets, stage = runtime.buckets, runtime.stage
+    held = {kind: nbytes for part in runtime.parts for kind, nbytes in part.held().items()}
     parameters = _nbytes([b.shard for b in buckets if b.storage.is_in_memory], seen)
     if not stage.shards_parameters:
         parameters += _nbytes([b.full for b in buckets if b.full is not None], seen)

@@ -145,8 +145,8 @@ def choose_formats(model: nn.Module, settings: ZeroSettings, topology: Topology)
     summed = (settings.gradient_dtype or torch.float32).itemsize
     trained = (min(b.layout.numel, settings.reduce_bucket_size) * summed for b in buckets if b.is_trainable)
     gradients = max(trained, default=0)
-    found = table.choose("all_gather", weights, device)
-    weight = str(found.between)  # one format, forwarded as it is: that of the slower links
+    # One format, forwarded as it is: that of the slower links.
+    weight = str(table.choose("all_gather", weights, device).between)
     found = table.choose("reduce_scatter", gradients, device)
     hops = str(found.inside), str(found.between)
     if settings.weight_format == AUTO:

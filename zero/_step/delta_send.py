@@ -21,7 +21,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from zero._optim.cpu_optimizer_base import CPUOptimizer
 from zero._optim.elementwise_check import BY_PARAMETER
-from zero._optim.masters import MasterPiece
+from zero._optim.masters import MasterPiece, pieces_by_bucket
 from zero._optim.step_pieces import numbers_of_groups, step_pieces
 from zero._runtime.runtime import Runtime
 from zero._sharding.bucket import Bucket
@@ -47,9 +47,7 @@ class BucketwiseUpdate:
 
     def __init__(self, runtime: Runtime, inner: Optimizer, pieces: list[MasterPiece]) -> None:
         self._runtime, self._inner = runtime, inner
-        self._pieces: dict[Bucket, list[MasterPiece]] = {b: [] for b in runtime.buckets if b.is_trainable}
-        for piece in pieces:
-            self._pieces[piece.bucket].append(piece)
+        self._pieces = pieces_by_bucket((b for b in runtime.buckets if b.is_trainable), pieces)
         self._runs = _runs_of(list(self._pieces))
         self._in_files = [bucket for bucket in self._pieces if bucket.states.is_in_files]
         if runtime.gatherer.replicas:
