@@ -43,7 +43,7 @@ def _drawing(formats: tuple[WireFormat, ...]) -> tuple[list[str], str]:
     return [str(f) for f in found if f.is_random], ", ".join(map(str, found))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)  # not frozen, as a Hop
 class Encoder:
     route: Route
     shard_numel: int

@@ -47,7 +47,7 @@ class NcclHop(Protocol):
     def all_to_all(self, output: Tensor, messages: Tensor) -> Pending: ...
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, slots=True)  # not frozen: every call makes one, and a frozen one takes several times as long
 class Hop:
     """The ranks that one exchange runs over, as seen from this one."""
 

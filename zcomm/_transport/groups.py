@@ -181,7 +181,7 @@ def close_hop(hop: Hop) -> None:
     A gloo group has three threads, one of which wakes up 100 times a second.
     """
     if hop.group is not None:
-        object.__setattr__(hop, "group", _ClosedGroup())
+        hop.group = cast(Any, _ClosedGroup())
 
 
 _counts_used = PerRank(lambda: [0])

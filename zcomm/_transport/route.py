@@ -39,7 +39,7 @@ GroupOrMesh = Group | DeviceMesh
 WireFormat = str | Format | tuple[str | Format, str | Format]
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, slots=True)  # not frozen, as a Hop
 class Route:
     """The hops of one collective, in order, each with its format."""
 
