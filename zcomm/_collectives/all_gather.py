@@ -19,6 +19,7 @@ from typing import Any
 
 from torch import Tensor
 
+from zcomm._base import env
 from zcomm._collectives.auto_format import resolve
 from zcomm._collectives.coalesced import coalesced, is_list, rows_and_shards
 from zcomm._collectives.encoder import Encoder, check_random
@@ -32,7 +33,6 @@ from zcomm._transport import backend
 from zcomm._transport.backend import MessageInfo
 from zcomm._transport.backend_choice import BackendName
 from zcomm._transport.chunks import chunks_of, pipelined
-from zcomm._transport.debug import is_debugging
 from zcomm._transport.route import (
     Group,
     GroupOrMesh,
@@ -96,8 +96,8 @@ def all_gather_single(
         return coalesced(partial(all_gather_single, group=group, **given), *lists, format, async_op=async_op)
     options = CallOptions(format, backend, async_op, random, numbering)
     route, (rows, shard) = planned("all_gather", group, (output, input), options, _checked, first="inter")
-    check_own_row(shard, rows, route.own_row(numbering))
-    if is_debugging():
+    check_own_row(shard, rows, route, numbering)
+    if env.is_set("ZCOMM_DEBUG"):
         route.compare(numel=shard.numel(), dtype=shard.dtype, numbering=numbering, random=random)
     steps = gather_steps(rows, shard, numbering, Encoder(route, shard.numel(), random))
     return run(steps, rows, shard, async_op=async_op, queue=route.queue, num_exchanges=len(route.hops))

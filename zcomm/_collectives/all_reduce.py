@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zcomm._base import env
 from zcomm._collectives.all_gather import gather_steps
 from zcomm._collectives.auto_format import is_auto, resolve
 from zcomm._collectives.coalesced import as_lists, check_no_residual, coalesced, is_list, world_size_of
@@ -19,7 +20,6 @@ from zcomm._formats.formats import Format
 from zcomm._formats.philox import RandomKey
 from zcomm._residuals.residual import Residual
 from zcomm._transport.backend_choice import BackendName
-from zcomm._transport.debug import is_debugging
 from zcomm._transport.route import (
     Group,
     GroupOrMesh,
@@ -89,7 +89,7 @@ def all_reduce(
     reducer = Encoder(reducing, shard_numel, random, residual)
     gatherer = Encoder(gathering, shard_numel, random, first_hop=FIRST_GATHER_HOP)
     divisor = divisor_of(op, reducing.world_size)
-    if is_debugging():
+    if env.is_set("ZCOMM_DEBUG"):
         gathers = " -> ".join(str(wire) for _, wire in gathering.hops)
         facts = {"op": "avg" if divisor > 1 else "sum", "random": random, "residual": residual is not None}
         reducing.compare(numel=tensor.numel(), dtype=tensor.dtype, gather_format=gathers, **facts)

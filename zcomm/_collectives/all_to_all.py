@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from zcomm._base import env
 from zcomm._collectives.auto_format import resolve
 from zcomm._collectives.encoder import Encoder, check_random
 from zcomm._collectives.nccl_steps import exchange_over_nccl, is_native
@@ -24,7 +25,6 @@ from zcomm._transport import backend
 from zcomm._transport.backend import MessageInfo
 from zcomm._transport.backend_choice import BackendName
 from zcomm._transport.chunks import chunks_of, pipelined
-from zcomm._transport.debug import is_debugging
 from zcomm._transport.route import (
     Group,
     GroupOrMesh,
@@ -87,7 +87,7 @@ def all_to_all_single(
         return uneven_all_to_all(output, input, group, Splits(output_split_sizes, input_split_sizes), options)
     route, (source, parts) = planned("all_to_all", group, (input, output), options, _checked, first="intra")
     check_apart("output", parts, "input", source)
-    if is_debugging():
+    if env.is_set("ZCOMM_DEBUG"):
         route.compare(numel=source.numel(), dtype=source.dtype, random=random)
     steps = _steps(parts, source, Encoder(route, source.shape[1], random))
     return run(steps, parts, source, async_op=async_op, queue=route.queue, num_exchanges=len(route.hops))

@@ -16,17 +16,28 @@ from torch import Tensor
 
 from zcomm._base.arguments import check_flag
 from zcomm._collectives.auto_format import First, is_auto
+from zcomm._formats.formats import Format, get_format
 from zcomm._formats.philox import RandomKey
 from zcomm._residuals.residual import Residual
 from zcomm._transport.backend_choice import BackendName
-from zcomm._transport.route import Group, Route, WireFormat, find_route
-from zcomm._transport.topology import Numbering
+from zcomm._transport.route import Group, Route, WireFormat, check_group, find_route, route_over
+from zcomm._transport.topology import Numbering, Topology
 
 MAX_KEPT = 4096
 """A limit for programs whose tensors keep changing size: every size would be remembered."""
 
-_KNOWN: dict[object, tuple[torch.Size | None, torch.Size | None]] = {}
-"""By the facts of a call, what each tensor is viewed as; None: it is used as it is."""
+_KNOWN: dict[object, _Plan] = {}
+"""By the facts of a call."""
+
+
+class _Plan(NamedTuple):
+    """What is known of a call whose arguments were checked."""
+
+    wire: Format | None
+    """None: each hop has its own."""
+    of_all: torch.Size | None
+    """What the tensor of all ranks is viewed as; None: it is used as it is."""
+    of_rank: torch.Size | None
 
 
 class CallOptions(NamedTuple):
@@ -60,25 +71,30 @@ def planned(
         check: Checks all arguments.
         first: The hop that is first if there are two.
     """
-    facts, shapes, async_op = _facts_of(operation, tensors, options), None, options.async_op
+    facts, plan = _facts_of(operation, tensors, options), None
     try:
-        shapes = _KNOWN.get(facts)
+        plan = _KNOWN.get(facts)
     except TypeError:  # an argument of a wrong type, which the checks name
         facts = None
-    if shapes is not None:
-        if async_op is not True and async_op is not False:
-            check_flag("async_op", async_op)
+    if plan is not None:
+        check_flag("async_op", options.async_op)
         a, b = tensors
-        of_all, of_rank = shapes
-        route = find_route(operation, group, options.format, first=first, backend=options.backend)
+        wire, of_all, of_rank = plan
+        if wire is None or isinstance(group, Topology):
+            route = find_route(operation, group, options.format, first=first, backend=options.backend)
+        else:
+            check_group(group)
+            route = route_over(group, operation, wire, options.backend)
         if (a.shape if of_all is None else of_all)[0] == route.world_size:
             return route, (a if of_all is None else a.view(of_all), b if of_rank is None else b.view(of_rank))
     route, views = check(*tensors, group, options)
-    if facts is not None and views[0].shape[0] == route.world_size:
+    is_kept = facts is not None and not is_auto(options.format) and not is_auto(options.gather_format)
+    if is_kept and views[0].shape[0] == route.world_size:
         if len(_KNOWN) >= MAX_KEPT:
             _KNOWN.clear()
         of_all, of_rank = (None if v.shape == t.shape else v.shape for t, v in zip(tensors, views, strict=True))
-        _KNOWN[facts] = of_all, of_rank
+        wire = None if isinstance(options.format, tuple) else get_format(options.format)
+        _KNOWN[facts] = _Plan(wire, of_all, of_rank)
     return route, views
 
 
@@ -88,9 +104,7 @@ def _facts_of(operation: str, tensors: Sequence[Any], options: CallOptions) -> o
     a, b = tensors
     if type(a) is not Tensor or type(b) is not Tensor or a.requires_grad or b.requires_grad:
         return None
-    if random is not None or residual is not None or is_auto(format) or is_auto(gather_format):
-        return None
-    if a.layout is not torch.strided or b.layout is not torch.strided:
+    if random is not None or residual is not None or a.layout is not torch.strided or b.layout is not torch.strided:
         return None
     facts = operation, format, backend, numbering, op, gather_format, a.shape, b.shape, a.dtype, b.dtype
     if a.is_cpu and b.is_cpu and a.is_contiguous() and b.is_contiguous():

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zcomm._base import env
 from zcomm._collectives.auto_format import resolve
 from zcomm._collectives.coalesced import check_no_residual, coalesced, is_list, rows_and_shards
 from zcomm._collectives.encoder import Encoder, check_random
@@ -31,7 +32,6 @@ from zcomm._transport import backend
 from zcomm._transport.backend import MessageInfo
 from zcomm._transport.backend_choice import BackendName
 from zcomm._transport.chunks import chunks_of, pipelined
-from zcomm._transport.debug import is_debugging
 from zcomm._transport.route import (
     Group,
     GroupOrMesh,
@@ -101,7 +101,7 @@ def reduce_scatter_single(
     options = CallOptions(format, backend, async_op, random, numbering, op, residual=residual)
     route, (rows, shard) = planned("reduce_scatter", group, (input, output), options, _checked, first="intra")
     divisor = divisor_of(op, route.world_size)
-    if is_debugging():
+    if env.is_set("ZCOMM_DEBUG"):
         facts = {"numbering": numbering, "random": random, "residual": residual is not None}
         route.compare(numel=shard.numel(), dtype=rows.dtype, op="avg" if divisor > 1 else "sum", **facts)
     steps = reduce_steps(shard, rows, numbering, divisor, Encoder(route, rows.shape[1], random, residual))

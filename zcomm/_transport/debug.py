@@ -24,10 +24,6 @@ from zcomm._transport.tagged_group import ranks_of
 from zcomm.errors import LayoutError
 
 
-def is_debugging() -> bool:
-    return env.is_set("ZCOMM_DEBUG")
-
-
 def compare_calls(operation: str, hops: tuple[tuple[Hop, Format], ...], all_ranks: Hop, **facts: object) -> None:
     """Raise on every rank of ``all_ranks`` unless all of them call ``operation`` with equal ``facts``.
 
@@ -35,7 +31,7 @@ def compare_calls(operation: str, hops: tuple[tuple[Hop, Format], ...], all_rank
         LayoutError: The calls differ. Names the call and line of each rank.
         CommunicationError: Some ranks made no call within the process group's timeout.
     """
-    if all_ranks.group is None or not is_debugging():
+    if all_ranks.group is None or not env.is_set("ZCOMM_DEBUG"):
         return
     group = all_ranks.group
     formats = " -> ".join(str(wire) for _, wire in hops)

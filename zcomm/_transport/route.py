@@ -18,6 +18,7 @@ from zcomm._base.arguments import check_choice, check_flag, check_process_group
 from zcomm._formats.formats import Format, codec_for, get_format
 from zcomm._formats.message import MessageLayout, layout_of
 from zcomm._transport.backend import Hop
+from zcomm._transport.backend_choice import AUTO as BY_DEFAULT
 from zcomm._transport.backend_choice import (
     BackendName,
     BackendWish,
@@ -112,13 +113,20 @@ def find_route(
     if not isinstance(group, Topology):
         if not isinstance(format, (str, Format)):
             raise FormatError(f"a pair of formats needs a Topology as group: format={format!r}, group={group!r}")
-        (hop,) = _over_backend(carried_by, hop_of_group(group))
-        return Route(operation, ((hop, pair[0]),), 1, hop.size, hop.rank, None, hop, 0, carried_by)
+        return route_over(group, operation, pair[0], backend)
     key = (operation, *pair, first, num_hops, carried_by, env.is_set("ZCOMM_CHECK"))
     route = group.routes.get(key)
     if route is None:
         route = group.routes[key] = _route_of(operation, group, pair, first, num_hops, carried_by)
     return cast(Route, route)
+
+
+def route_over(group: dist.ProcessGroup | None, operation: str, wire: Format, backend: BackendName | None) -> Route:
+    """The route over a process group: one hop. Not kept, since it would keep the group alive."""
+    hop = hop_of_group(group)
+    if backend == "nccl":
+        (hop,) = over_nccl(hop)
+    return Route(operation, ((hop, wire),), 1, hop.size, hop.rank, None, hop, 0, backend or BY_DEFAULT)
 
 
 def _route_of(
@@ -330,12 +338,12 @@ def check_apart(name: str, tensor: Tensor, other_name: str, other: Tensor) -> No
         raise LayoutError(f"{name} and {other_name} must not overlap in memory: {_extent(tensor)}, {_extent(other)}")
 
 
-def check_own_row(shard: Tensor, rows: Tensor, row: int) -> None:
-    """Raise LayoutError unless ``shard`` is row ``row`` of ``rows`` or shares no memory with them."""
+def check_own_row(shard: Tensor, rows: Tensor, route: Route, numbering: Numbering) -> None:
+    """Raise LayoutError unless ``shard`` is this rank's row of ``rows`` or shares no memory with them."""
     begin, of_rows = shard.data_ptr(), rows.data_ptr()
     if rows.is_contiguous() and (begin + shard.nbytes <= of_rows or of_rows + rows.nbytes <= begin):
         return
-    if begin != of_rows + row * rows.stride(0) * rows.element_size() or shard.dtype != rows.dtype:
+    if begin != of_rows + route.own_row(numbering) * rows.stride(0) * rows.element_size() or shard.dtype != rows.dtype:
         check_apart("input", shard, "output (but for this rank's own row in it)", rows)
 
 
