@@ -143,21 +143,22 @@ def gather_steps(rows: Tensor, shard: Tensor, numbering: Numbering, encoder: Enc
 
 def own_message(messages: Tensor, route: Route) -> Tensor:
     """The row of ``messages`` that this rank sends, uint8 [1, nbytes], for :func:`gather_messages`."""
-    index = route.own_row("local" if len(route.hops) == 2 else "rank")
-    return messages[index : index + 1]
+    nbytes = messages.shape[1]
+    first = nbytes * route.own_row("local" if len(route.hops) == 2 else "rank")
+    return messages.as_strided((1, nbytes), (nbytes, 1), messages.storage_offset() + first)
 
 
-def gather_messages(messages: Tensor, layout: MessageLayout, route: Route) -> Steps:
-    """Gather every rank's message into ``messages`` uint8 [world_size, nbytes], which already holds this rank's.
+def gather_messages(messages: Tensor, own: Tensor, layout: MessageLayout, route: Route) -> Steps:
+    """Gather every rank's message into ``messages`` uint8 [world_size, nbytes], of which ``own`` is this rank's.
 
     On one hop in rank order. On two hops (inter, then intra) numbered local.
     """
     hop, wire = route.hops[0]
     if len(route.hops) == 1:
-        yield backend.all_gather(messages, own_message(messages, route), hop, _sent(layout, wire))
+        yield backend.all_gather(messages, own, hop, _sent(layout, wire))
         return
     of_nodes = messages.view(route.ranks_per_node, route.num_nodes, -1)[route.local_rank]
-    yield backend.all_gather(of_nodes, of_nodes[hop.rank : hop.rank + 1], hop, _sent(layout, wire))
+    yield backend.all_gather(of_nodes, own, hop, _sent(layout, wire))
     hop, wire = route.hops[1]
     sent = MessageInfo(route.operation, str(wire), route.num_nodes * layout.numel)
     yield backend.all_gather(messages, of_nodes, hop, sent)
@@ -175,8 +176,9 @@ def _one_hop(rows: Tensor, shard: Tensor, encoder: Encoder) -> Steps:
         yield backend.all_gather(rows, shard, hop, _sent(layout, wire))
         return
     messages = layout.new(hop.size, shard.device)
-    kernels.quantize(shard, layout, own_message(messages, route), 0, 0, encoder.draw(0), expected=messages)
-    yield from gather_messages(messages, layout, route)
+    own = own_message(messages, route)
+    kernels.quantize(shard, layout, own, 0, 0, encoder.draw(0), expected=messages)
+    yield from gather_messages(messages, own, layout, route)
     kernels.decode(messages, layout, rows, rows.stride(0), 0)
 
 
@@ -212,8 +214,9 @@ def _two_hops_forwarded(rows: Tensor, shard: Tensor, numbering: Numbering, encod
     route = encoder.route
     layout = route.layout(route.hops[0][1], shard.dtype, 1, shard.numel())
     messages = layout.new(route.world_size, shard.device)
-    kernels.quantize(shard, layout, own_message(messages, route), 0, 0, encoder.draw(0), expected=messages)
-    yield from gather_messages(messages, layout, route)
+    own = own_message(messages, route)
+    kernels.quantize(shard, layout, own, 0, 0, encoder.draw(0), expected=messages)
+    yield from gather_messages(messages, own, layout, route)
     if numbering == "local":
         kernels.decode(messages, layout, rows, rows.stride(0), 0)
         return

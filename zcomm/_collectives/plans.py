@@ -86,7 +86,7 @@ def planned(
             check_group(group)
             route = route_over(group, operation, wire, options.backend)
         if (a.shape if of_all is None else of_all)[0] == route.world_size:
-            return route, (a if of_all is None else a.view(of_all), b if of_rank is None else b.view(of_rank))
+            return route, (a if of_all is None else _viewed(a, of_all), b if of_rank is None else _viewed(b, of_rank))
     route, views = check(*tensors, group, options)
     is_kept = facts is not None and not is_auto(options.format) and not is_auto(options.gather_format)
     if is_kept and views[0].shape[0] == route.world_size:
@@ -96,6 +96,11 @@ def planned(
         wire = None if isinstance(options.format, tuple) else get_format(options.format)
         _KNOWN[facts] = _Plan(wire, of_all, of_rank)
     return route, views
+
+
+def _viewed(tensor: Tensor, shape: torch.Size) -> Tensor:
+    """Contiguous ``tensor`` as [n] or [world_size, n]; with the kind of view that exchanges make, too."""
+    return tensor.as_strided(shape, (shape[-1], 1)[-len(shape) :], tensor.storage_offset())
 
 
 def _facts_of(operation: str, tensors: Sequence[Any], options: CallOptions) -> object:

@@ -110,7 +110,8 @@ def layout_of(
 
 def clear_trailers(messages: Tensor) -> None:
     """Zero the trailers of ``messages`` [num_messages, nbytes] of a block codec."""
-    messages.view(torch.int64).select(1, -1).zero_()
+    (num_messages, nbytes), stride = messages.shape, messages.stride(0)
+    messages.as_strided((num_messages, TRAILER_NBYTES), (stride, 1), messages.storage_offset() + nbytes - 8).zero_()
 
 
 def _checksums(messages: Tensor) -> list[int]:

@@ -182,7 +182,7 @@ class DeltaGather:
         messages = layout.new(route.world_size, device)
         own, draw = own_message(messages, route), encoder.draw(0)
         kernels.quantize_difference(shard, rows[self._own_row], layout, own, draw, expected=messages)
-        yield from gather_messages(messages, layout, route)
+        yield from gather_messages(messages, own, layout, route)
         if len(route.hops) == 1 or self._numbering == "local":  # messages are in the order of rows
             kernels.decode_add(messages, layout, rows)
             return

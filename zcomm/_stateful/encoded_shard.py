@@ -79,6 +79,6 @@ class EncodedShard:
     def _steps(self, rows: Tensor) -> Steps:
         messages = self._layout.new_to_receive(self._route.world_size, rows.device)
         # From host memory this is asynchronous; the exchange is queued behind it on the same stream.
-        own_message(messages, self._route).copy_(self._message, non_blocking=True)
-        yield from gather_messages(messages, self._layout, self._route)
+        own = own_message(messages, self._route).copy_(self._message, non_blocking=True)
+        yield from gather_messages(messages, own, self._layout, self._route)
         kernels.decode(messages, self._layout, rows, rows.stride(0), 0)
