@@ -22,8 +22,9 @@ from torch import Tensor
 from zcomm._base import env
 from zcomm._base.pending import Pending
 from zcomm._formats.formats import get_format
+from zcomm._formats.message import MessageInfo
 from zcomm._transport import backend
-from zcomm._transport.backend import ALONE, Hop, MessageInfo, count, exchange_name_of
+from zcomm._transport.backend import ALONE, Hop, count, exchange_name_of
 from zcomm._transport.call_context import current_context
 from zcomm._transport.checked import Checks, checked
 from zcomm._transport.collective_log import call_here

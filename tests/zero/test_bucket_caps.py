@@ -44,13 +44,15 @@ def _spying(stack: ExitStack, seen: _Seen) -> None:
         original = getattr(owner, name)
 
         def called(*args: Any, **kwargs: Any) -> Any:
-            note(*args)
+            note(*args, **kwargs)
             return original(*args, **kwargs)
 
         stack.enter_context(mock.patch.object(owner, name, called))
 
-    spy(backend, "_gather_unchecked", lambda whole, *_: seen.gather(whole))
-    spy(backend, "_exchange", lambda whole, *_: seen.exchange(_nbytes(whole)))
+    def note(whole: Tensor, *_: Any, is_gather: bool) -> None:
+        seen.gather(whole) if is_gather else seen.exchange(_nbytes(whole))
+
+    spy(backend, "_unchecked", note)
 
 
 def _model() -> nn.Module:

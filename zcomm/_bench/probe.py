@@ -26,9 +26,9 @@ from zcomm._bench.harness import BenchReport, Column, Timing, slowest_of_ranks
 from zcomm._bench.workloads import Workload, wire_of
 from zcomm._collectives.auto_format import VERSION, FormatTable, shape_of
 from zcomm._formats.formats import get_format
-from zcomm._formats.message import layout_of
+from zcomm._formats.message import MessageInfo, layout_of
 from zcomm._kernels import kernels
-from zcomm._transport.backend import Hop, MessageInfo, all_gather
+from zcomm._transport.backend import Hop, all_gather
 from zcomm.errors import ConfigError
 
 Timer = Callable[..., dict[Any, Timing]]

@@ -25,12 +25,11 @@ from zcomm._collectives.coalesced import coalesced, is_list, rows_and_shards
 from zcomm._collectives.encoder import Encoder, check_random
 from zcomm._collectives.nccl_steps import gather_over_nccl, is_native
 from zcomm._collectives.plans import CallOptions, Checked, planned
-from zcomm._formats.formats import Format, codec_for, is_same_wire
-from zcomm._formats.message import MessageLayout
+from zcomm._formats.formats import codec_for, is_same_wire
+from zcomm._formats.message import MessageInfo, MessageLayout
 from zcomm._formats.philox import RandomKey
 from zcomm._kernels import kernels
 from zcomm._transport import backend
-from zcomm._transport.backend import MessageInfo
 from zcomm._transport.backend_choice import BackendName
 from zcomm._transport.chunks import chunks_of, pipelined
 from zcomm._transport.route import (
@@ -153,19 +152,15 @@ def gather_messages(messages: Tensor, own: Tensor, layout: MessageLayout, route:
 
     On one hop in rank order. On two hops (inter, then intra) numbered local.
     """
-    hop, wire = route.hops[0]
+    hop = route.hops[0][0]
     if len(route.hops) == 1:
-        yield backend.all_gather(messages, own, hop, _sent(layout, wire))
+        yield backend.all_gather(messages, own, hop, layout.info)
         return
     of_nodes = messages.view(route.ranks_per_node, route.num_nodes, -1)[route.local_rank]
-    yield backend.all_gather(of_nodes, own, hop, _sent(layout, wire))
+    yield backend.all_gather(of_nodes, own, hop, layout.info)
     hop, wire = route.hops[1]
     sent = MessageInfo(route.operation, str(wire), route.num_nodes * layout.numel)
     yield backend.all_gather(messages, of_nodes, hop, sent)
-
-
-def _sent(layout: MessageLayout, format: Format) -> MessageInfo:
-    return MessageInfo(layout.operation, str(format), layout.numel)
 
 
 def _one_hop(rows: Tensor, shard: Tensor, encoder: Encoder) -> Steps:
@@ -173,7 +168,7 @@ def _one_hop(rows: Tensor, shard: Tensor, encoder: Encoder) -> Steps:
     hop, wire = route.hops[0]
     layout = route.layout(wire, shard.dtype, 1, shard.numel())
     if layout.codec.dtype == shard.dtype == rows.dtype:
-        yield backend.all_gather(rows, shard, hop, _sent(layout, wire))
+        yield backend.all_gather(rows, shard, hop, layout.info)
         return
     messages = layout.new(hop.size, shard.device)
     own = own_message(messages, route)
@@ -234,7 +229,7 @@ def _two_hops_recoded(rows: Tensor, shard: Tensor, numbering: Numbering, encoder
     messages = intra_layout.new(route.ranks_per_node, device)
     mine = of_nodes[inter.rank : inter.rank + 1]
     kernels.quantize(shard, layout, mine, 0, 0, encoder.draw(0), expected=of_nodes)
-    yield backend.all_gather(of_nodes, mine, inter, _sent(layout, wire))
+    yield backend.all_gather(of_nodes, mine, inter, layout.info)
     mine = messages[intra.rank : intra.rank + 1]
     if intra_layout.codec.dtype is not None:  # a cast codec, which needs no second pass
         kernels.decode(of_nodes, layout, mine.view(-1).view(intra_layout.codec.dtype), numel, 0)
@@ -245,5 +240,5 @@ def _two_hops_recoded(rows: Tensor, shard: Tensor, numbering: Numbering, encoder
         # All nodes encode the same values. With random numbers of their own they would end with different bits.
         draw = replace(encoder, rank=route.local_rank).draw(1)
         kernels.quantize(values, intra_layout, mine, 0, values.stride(0), draw, expected=messages)
-    yield backend.all_gather(messages, mine, intra, _sent(intra_layout, intra_wire))
+    yield backend.all_gather(messages, mine, intra, intra_layout.info)
     kernels.decode(messages, intra_layout, rows, *route.strides(numbering, rows.stride(0)))

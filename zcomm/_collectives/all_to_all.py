@@ -19,10 +19,10 @@ from zcomm._collectives.nccl_steps import exchange_over_nccl, is_native
 from zcomm._collectives.plans import CallOptions, Checked, planned
 from zcomm._collectives.uneven_all_to_all import Splits, uneven_all_to_all
 from zcomm._formats.formats import codec_for
+from zcomm._formats.message import MessageInfo
 from zcomm._formats.philox import RandomKey
 from zcomm._kernels import kernels
 from zcomm._transport import backend
-from zcomm._transport.backend import MessageInfo
 from zcomm._transport.backend_choice import BackendName
 from zcomm._transport.chunks import chunks_of, pipelined
 from zcomm._transport.route import (
@@ -132,13 +132,12 @@ def _one_hop(output: Tensor, source: Tensor, encoder: Encoder) -> Steps:
     hop, wire = route.hops[0]
     numel = source.shape[1]
     layout = route.layout(wire, source.dtype, 1, numel)
-    sent = MessageInfo(route.operation, str(wire), numel)
     if source.dtype == output.dtype == layout.codec.dtype:
-        yield backend.all_to_all(output, source, hop, sent)
+        yield backend.all_to_all(output, source, hop, layout.info)
         return
     messages, received = layout.new(hop.size, source.device), layout.new(hop.size, source.device)
     kernels.quantize(source, layout, messages, numel, 0, encoder.draw(0), expected=received)
-    yield backend.all_to_all(received, messages, hop, sent)
+    yield backend.all_to_all(received, messages, hop, layout.info)
     kernels.decode(received, layout, output, numel, 0)
 
 

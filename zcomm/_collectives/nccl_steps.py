@@ -21,12 +21,11 @@ from torch import Tensor
 from zcomm._base import env
 from zcomm._collectives.encoder import Encoder
 from zcomm._formats.formats import Format, is_same_wire
-from zcomm._formats.message import MessageLayout, layout_of
+from zcomm._formats.message import MessageInfo, MessageLayout, layout_of
 from zcomm._kernels import on_cuda
 from zcomm._kernels.message_flags import flag_of
 from zcomm._kernels.native_calls import DTYPE_NUMBERS
 from zcomm._transport import backend
-from zcomm._transport.backend import MessageInfo
 from zcomm._transport.chunks import min_numel_of_all_ranks
 from zcomm._transport.collective_log import call_here
 from zcomm._transport.device_streams import on_device

@@ -29,7 +29,6 @@ from zcomm._formats.philox import RandomKey
 from zcomm._kernels import kernels
 from zcomm._residuals.residual import Residual
 from zcomm._transport import backend
-from zcomm._transport.backend import MessageInfo
 from zcomm._transport.backend_choice import BackendName
 from zcomm._transport.chunks import chunks_of, pipelined
 from zcomm._transport.route import (
@@ -154,7 +153,7 @@ def _one_hop(output: Tensor, rows: Tensor, divisor: int, encoder: Encoder) -> St
     elif not rows.is_contiguous() or layout.codec.dtype != rows.dtype:
         sending = layout.new(hop.size, rows.device)
         kernels.quantize(rows, layout, sending, rows.stride(0), 0, encoder.draw(0), expected=received)
-    yield backend.all_to_all(received, sending, hop, MessageInfo(route.operation, str(wire), numel))
+    yield backend.all_to_all(received, sending, hop, layout.info)
     kernels.decode_sum(received, layout, output, 0, divisor)
 
 
@@ -170,10 +169,10 @@ def _two_hops(output: Tensor, rows: Tensor, numbering: Numbering, divisor: int, 
         sending = layout.new(intra.size, device)
         strides = route.strides(numbering, rows.stride(0))
         kernels.quantize(rows, layout, sending, *strides, encoder.draw(0), expected=received)
-    yield backend.all_to_all(received, sending, intra, MessageInfo(route.operation, str(wire), layout.numel))
+    yield backend.all_to_all(received, sending, intra, layout.info)
     between = route.layout(wire_between, rows.dtype, 1, numel)
     partial = between.new(inter.size, device)
     last = between.new(inter.size, device)
     encoder.encode_sum(1, received, layout, partial, between, expected=last)
-    yield backend.all_to_all(last, partial, inter, MessageInfo(route.operation, str(wire_between), numel))
+    yield backend.all_to_all(last, partial, inter, between.info)
     kernels.decode_sum(last, between, output, 0, divisor)

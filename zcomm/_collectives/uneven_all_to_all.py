@@ -28,11 +28,11 @@ from zcomm._collectives.auto_format import AUTO
 from zcomm._collectives.encoder import check_random
 from zcomm._collectives.plans import CallOptions
 from zcomm._formats.formats import Format, codec_for
-from zcomm._formats.message import MessageLayout
+from zcomm._formats.message import MessageInfo, MessageLayout
 from zcomm._formats.philox import Draw, RandomKey
 from zcomm._kernels import kernels
 from zcomm._transport import backend
-from zcomm._transport.backend import Hop, MessageInfo
+from zcomm._transport.backend import Hop
 from zcomm._transport.route import Group, Route, WireFormat, check_apart, find_route, format_pair
 from zcomm._transport.tagged_group import ranks_of
 from zcomm._transport.topology import Topology

@@ -21,6 +21,7 @@ from __future__ import annotations
 import zlib
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,6 +38,14 @@ def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
+class MessageInfo(NamedTuple):
+    """What the traffic counters know about a message."""
+
+    operation: str
+    format: str
+    numel: int
+
+
 @dataclass(frozen=True)
 class MessageLayout:
     """Sizes and offsets of one operation's messages. The same on every rank."""
@@ -50,10 +59,15 @@ class MessageLayout:
     """Full blocks are Hadamard-rotated."""
     kernels: str = field(default="auto", compare=False)
     """Which kernels encode and decode. Not compared: the bits are the same with all of them."""
+    format: str = field(default="", compare=False)
 
     @cached_property
     def numel(self) -> int:
         return self.num_segments * self.segment_numel
+
+    @cached_property
+    def info(self) -> MessageInfo:
+        return MessageInfo(self.operation, self.format, self.numel)
 
     @cached_property
     def blocks_per_segment(self) -> int:
@@ -105,7 +119,7 @@ def layout_of(
     """The layout of ``operation``'s messages for tensors of ``dtype``."""
     codec = codec_for(format, dtype)
     is_rotated = format.rotation is not None
-    return MessageLayout(operation, codec, format.block, num_segments, segment_numel, is_rotated, kernels)
+    return MessageLayout(operation, codec, format.block, num_segments, segment_numel, is_rotated, kernels, str(format))
 
 
 def clear_trailers(messages: Tensor) -> None:

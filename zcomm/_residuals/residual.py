@@ -34,12 +34,11 @@ from torch.nn.functional import pad
 
 from zcomm._base.arguments import as_count, as_device, as_positive
 from zcomm._formats.formats import FORMATS, codec_for
-from zcomm._formats.message import MessageLayout, layout_of
+from zcomm._formats.message import MessageInfo, MessageLayout, layout_of
 from zcomm._kernels import kernels
 from zcomm._kernels.on_triton import ResidualBlocks
 from zcomm._residuals.buffer_layout import BufferLayout, Span
 from zcomm._transport import backend
-from zcomm._transport.backend import MessageInfo
 from zcomm._transport.route import Group, Route, find_route
 from zcomm._transport.topology import Numbering
 from zcomm._transport.work import Steps, Work, run

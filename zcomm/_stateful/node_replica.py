@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from zcomm._formats.formats import Format, get_format
+from zcomm._formats.message import MessageInfo
 from zcomm._formats.philox import RandomKey
 from zcomm._stateful.delta_gather import DeltaGather
 from zcomm._transport import backend
-from zcomm._transport.backend import MessageInfo
 from zcomm._transport.debug import compare_calls
 from zcomm._transport.route import intra_hop, rows_of
 from zcomm._transport.topology import Topology

@@ -29,7 +29,6 @@ from zcomm._formats.message import MessageLayout
 from zcomm._kernels import kernels
 from zcomm._residuals.residual import Residual
 from zcomm._transport import backend
-from zcomm._transport.backend import MessageInfo
 from zcomm._transport.chunks import chunks_of, pipelined
 from zcomm._transport.route import (
     Route,
@@ -242,7 +241,7 @@ class NodeSums:
             sending = layout.new(hop.size, device)
             strides = num_nodes * rows.stride(0), rows.stride(0)
             kernels.quantize(rows, layout, sending, *strides, expected=received)
-        yield backend.all_to_all(received, sending, hop, MessageInfo(OPERATION, str(self._intra_format), layout.numel))
+        yield backend.all_to_all(received, sending, hop, layout.info)
         return received, layout
 
     def _reduce_between_nodes(self, values: Tensor | Messages, output: Tensor, first: int) -> Steps:
@@ -265,6 +264,5 @@ class NodeSums:
             encoder.encode(0, values, sending, layout, expected=received)
         else:
             encoder.encode_sum(0, *values, sending, layout, expected=received)
-        sent = MessageInfo(OPERATION, str(self._inter_format), output.numel())
-        yield backend.all_to_all(received, sending, hop, sent)
+        yield backend.all_to_all(received, sending, hop, layout.info)
         kernels.decode_sum(received, layout, output, 0, topology.world_size)

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from zcomm._base.arguments import as_count, as_device, as_floating_dtype, check_flag
 from zcomm._formats.formats import FORMATS
+from zcomm._formats.message import MessageInfo
 from zcomm._transport import backend
-from zcomm._transport.backend import MessageInfo
 from zcomm._transport.debug import compare_calls
 from zcomm._transport.nccl_communicators import check_device
 from zcomm._transport.route import check_flat, check_topology, intra_hop

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import lru_cache
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, Protocol, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -26,12 +26,20 @@ from torch import Tensor
 
 from zcomm._base import env
 from zcomm._base.pending import Pending
+from zcomm._formats.message import MessageInfo
 from zcomm._kernels.profiling import is_profiling, named_wait
 from zcomm._transport import tagged
 from zcomm._transport.checked import Checks, Ranks, checked
-from zcomm._transport.collective_log import CollectiveCall, CollectiveLog, call_here, failing, raise_converted, tracked
+from zcomm._transport.collective_log import (
+    CollectiveCall,
+    CollectiveLog,
+    TrackedWork,
+    call_here,
+    failing,
+    raise_converted,
+)
 from zcomm._transport.store_exchange import exchange_texts
-from zcomm._transport.tagged import TaggedExchange, Tags, exchange, tags_of
+from zcomm._transport.tagged import TaggedExchange, Tags, exchange, tag_of, tags_of
 from zcomm._transport.tagged_group import Group, TaggedGroup
 from zcomm._transport.traffic import record
 
@@ -72,7 +80,13 @@ class Hop:
 
     def ranks(self) -> Ranks:
         assert self.group is not None, "a rank alone exchanges nothing"
-        return Ranks(self.group, self.rank, takes_host_tensors(self.backend), _links(self), self.is_unordered)
+        return Ranks(self.group, self.rank, takes_host_tensors(self.backend), self.links, self.is_unordered)
+
+    @property
+    def links(self) -> list[tuple[str, int]]:
+        """Link classes, with the number of other ranks of each that has any."""
+        links = [("intra", self.num_intra_peers)] if self.num_intra_peers else []
+        return [*links, ("inter", self.num_inter_peers)] if self.num_inter_peers else links
 
     def is_tagged(self, device_type: str) -> bool:
         """Whether tensors on ``device_type`` are exchanged by tagged sends and receives."""
@@ -88,19 +102,10 @@ class Hop:
 ALONE = Hop(None, 1, 0, 0, 0)
 
 
-class MessageInfo(NamedTuple):
-    """What the traffic counters know about a message."""
-
-    operation: str
-    format: str
-    numel: int
-
-
 def count(hop: Hop, sent: MessageInfo, nbytes: int) -> None:
     """Count a message of ``nbytes`` to every other rank of ``hop``."""
-    for link, num_peers in _links(hop):
-        if num_peers:
-            record((sent.operation, sent.format, link), num_peers, sent.numel, nbytes)
+    for link, num_peers in hop.links:
+        record((sent.operation, sent.format, link), num_peers, sent.numel, nbytes)
 
 
 ExchangeName = tuple[str, str, str]
@@ -108,11 +113,7 @@ ExchangeName = tuple[str, str, str]
 
 def exchange_name_of(hop: Hop, sent: MessageInfo) -> ExchangeName:
     """The name of an exchange in a profiler trace: operation, format and links."""
-    return sent.operation, sent.format, "/".join(link for link, count in _links(hop) if count)
-
-
-def _links(hop: Hop) -> tuple[tuple[str, int], tuple[str, int]]:
-    return ("intra", hop.num_intra_peers), ("inter", hop.num_inter_peers)
+    return sent.operation, sent.format, "/".join(link for link, _ in hop.links)
 
 
 def _bytes(tensor: Tensor) -> Tensor:
@@ -127,45 +128,52 @@ def all_gather(output: Tensor, message: Tensor, hop: Hop, sent: MessageInfo) -> 
 
     ``output`` is contiguous, or 2-D with one contiguous row for each rank; ``message`` may be its own row already.
     """
-    if message.numel() == 0:
-        return None
-    count(hop, sent, message.numel() * message.element_size())
-    if hop.group is None:
-        if output.data_ptr() != message.data_ptr():
-            _bytes(output).copy_(_bytes(message))
-        return None
-    return _start(output, message, hop, "all_gather", sent)
+    return _start("all_gather", output, message, hop, sent)
 
 
-def _start(output: Tensor, mine: Tensor, hop: Hop, operation: str, sent: MessageInfo) -> Pending | None:
+def all_to_all(output: Tensor, messages: Tensor, hop: Hop, sent: MessageInfo) -> Pending | None:
+    """Start sending part i of contiguous ``messages`` to rank i; part j of contiguous ``output`` comes from rank j."""
+    return _start("all_to_all", output, messages, hop, sent)
+
+
+def _start(operation: str, output: Tensor, mine: Tensor, hop: Hop, sent: MessageInfo) -> Pending | None:
     """Start exchanging ``mine``. Exchanges over the process group are logged; over NCCL the stream logs them."""
-    start = _gather if operation == "all_gather" else _exchange
-    call = call_here(operation, mine.numel() * mine.element_size(), mine.device.type)
+    nbytes, device = mine.nbytes, mine.device
+    if not nbytes:
+        return None
+    count(hop, sent, nbytes if operation == "all_gather" else nbytes // hop.size)
+    if hop.group is None:
+        if output.data_ptr() != mine.data_ptr():
+            _bytes(output).copy_(_bytes(mine))
+        return None
+    call = call_here(operation, nbytes, device.type)
     if hop.paired is not None:
         call = hop.log.number_pair(call)
     if hop.nccl is not None:
-        return _named(start(output, mine, hop, tags_of(hop.log.count_nccl(), call), sent), hop, sent)
-    if device_of(hop.backend, mine.device) != mine.device:
+        return _named(_exchange(output, mine, hop, hop.log.count_nccl(), call, sent), hop, sent)
+    if not hop.is_tagged(device.type) and device_of(hop.backend, device) != device:
         return _through_copies(output, mine, hop, sent, call)
     number = hop.log.start(call, sent.format)
     try:
-        pending = _named(start(output, mine, hop, tags_of(number, call), sent), hop, sent)
+        pending = _named(_exchange(output, mine, hop, number, call, sent), hop, sent)
     except BaseException as error:
         raise_converted(error, operation, hop.group, hop.log.departed)
         raise
-    return tracked(pending, hop.log, number, hop.group)
+    return TrackedWork(pending, hop.log, number, hop.group)
 
 
 def _named(pending: Pending, hop: Hop, sent: MessageInfo) -> Pending:
     return named_wait(pending, *exchange_name_of(hop, sent)) if is_profiling() else pending
 
 
-def _gather(output: Tensor, message: Tensor, hop: Hop, tags: Tags, sent: MessageInfo) -> Pending:
-    pending = _gather_unchecked(output, message, hop, tags.own)
+def _exchange(output: Tensor, mine: Tensor, hop: Hop, number: int, call: CollectiveCall, info: MessageInfo) -> Pending:
+    """Start exchange ``number`` of ``hop``, a gather or an all-to-all, with ZCOMM_CHECK=1 also of checksums."""
+    is_gather = call.operation != "all_to_all"
+    pending = _unchecked(output, mine, hop, tag_of(number, call), is_gather=is_gather)
     if not env.is_set("ZCOMM_CHECK"):
         return pending
-    rows = output.view(hop.size, -1) if output.is_contiguous() else output
-    return _checked(pending, hop, (exchange_name_of(hop, sent), tags), [message] * hop.size, rows.unbind(0))
+    sent, received = _parts_to_send(mine, hop, is_gather=is_gather), _parts(output, hop.size)
+    return _checked(pending, hop, (exchange_name_of(hop, info), tags_of(number, call)), sent, received)
 
 
 def _checked(
@@ -177,21 +185,28 @@ def _checked(
     return checked(pending, Checks(*about, hop.ranks(), sent, others, paired))
 
 
-def _gather_unchecked(output: Tensor, message: Tensor, hop: Hop, tag: int) -> Pending:
+def _unchecked(output: Tensor, mine: Tensor, hop: Hop, tag: int, *, is_gather: bool) -> Pending:
     if hop.nccl is not None:
-        return hop.nccl.all_gather(output, message)
-    if not hop.is_tagged(message.device.type):
-        if output.is_contiguous():
-            return cast(Pending, _all_gather(_bytes(output), _bytes(message), group=hop.group, async_op=True))
-        rows = [_bytes(row) for row in output]
-        return cast(Pending, dist.all_gather(rows, _bytes(message), group=hop.group, async_op=True))
-    received, (sent,) = _parts(output, hop.size), _parts(message, 1)
-    if output.dtype != message.dtype:
-        received, sent = [_bytes(part) for part in received], _bytes(sent)
-    return _send_and_receive(received, [sent] * hop.size, hop, tag)
+        return (hop.nccl.all_gather if is_gather else hop.nccl.all_to_all)(output, mine)
+    if hop.is_tagged(mine.device.type):
+        sent, received = _parts_to_send(mine, hop, is_gather=is_gather), _parts(output, hop.size)
+        if output.dtype != mine.dtype:
+            sent, received = [_bytes(part) for part in sent], [_bytes(part) for part in received]
+        return _send_and_receive(received, sent, hop, tag)
+    if not is_gather:
+        work = dist.all_to_all_single(_bytes(output), _bytes(mine), group=hop.group, async_op=True)
+    elif output.is_contiguous():
+        work = _all_gather(_bytes(output), _bytes(mine), group=hop.group, async_op=True)
+    else:
+        work = dist.all_gather([_bytes(row) for row in output], _bytes(mine), group=hop.group, async_op=True)
+    return cast(Pending, work)
 
 
-def _parts(tensor: Tensor, size: int) -> Sequence[Tensor]:
+def _parts_to_send(mine: Tensor, hop: Hop, *, is_gather: bool) -> list[Tensor]:
+    return _parts(mine, 1) * hop.size if is_gather else _parts(mine, hop.size)
+
+
+def _parts(tensor: Tensor, size: int) -> list[Tensor]:
     """The equal, contiguous and flat parts of ``tensor`` for ``size`` ranks."""
     if size == tensor.ndim == 1:
         return [tensor]
@@ -223,34 +238,6 @@ def combined(exchanges: Sequence[Pending | None]) -> Pending | None:
     return TaggedExchange([exchange for exchange in exchanges if exchange is not None])
 
 
-def all_to_all(output: Tensor, messages: Tensor, hop: Hop, sent: MessageInfo) -> Pending | None:
-    """Start sending part i of contiguous ``messages`` to rank i; part j of contiguous ``output`` comes from rank j."""
-    if messages.numel() == 0:
-        return None
-    count(hop, sent, messages.numel() * messages.element_size() // hop.size)
-    if hop.group is None:
-        _bytes(output).copy_(_bytes(messages))
-        return None
-    return _start(output, messages, hop, "all_to_all", sent)
-
-
-def _exchange(output: Tensor, messages: Tensor, hop: Hop, tags: Tags, info: MessageInfo) -> Pending:
-    if hop.nccl is not None:
-        pending = hop.nccl.all_to_all(output, messages)
-    elif hop.is_tagged(messages.device.type):
-        sent, received = _parts(messages, hop.size), _parts(output, hop.size)
-        if output.dtype != messages.dtype:
-            sent, received = [_bytes(part) for part in sent], [_bytes(part) for part in received]
-        pending = _send_and_receive(received, sent, hop, tags.own)
-    else:
-        work = dist.all_to_all_single(_bytes(output), _bytes(messages), group=hop.group, async_op=True)
-        pending = cast(Pending, work)
-    if not env.is_set("ZCOMM_CHECK"):
-        return pending
-    sent, received = (_bytes(tensor).view(hop.size, -1).unbind(0) for tensor in (messages, output))
-    return _checked(pending, hop, (exchange_name_of(hop, info), tags), sent, received)
-
-
 UNEVEN = "all_to_all with split sizes"
 """The operation of :func:`exchange_parts`."""
 
@@ -280,7 +267,7 @@ def exchange_parts(
     number = hop.log.start(call, info.format)
     with failing(UNEVEN, hop.group, hop.log.departed):
         pending = _named(_exchange_parts(received, sent, hop, tags_of(number, call), info), hop, info)
-    return tracked(pending, hop.log, number, hop.group)
+    return TrackedWork(pending, hop.log, number, hop.group)
 
 
 def _exchange_parts(
@@ -300,11 +287,10 @@ def _through_copies(
 ) -> Pending | None:
     device = device_of(hop.backend, source.device)
     received = torch.empty(output.shape, dtype=output.dtype, device=device)
-    start = _gather if call.operation == "all_gather" else _exchange
     call = call._replace(device_type=device.type)
     number = hop.log.start(call, sent.format)
     with failing(call.operation, hop.group, hop.log.departed):
-        pending = start(received, source.to(device), hop, tags_of(number, call), sent)
+        pending = _exchange(received, source.to(device), hop, number, call, sent)
     with hop.log.waiting(number, hop.group):
         pending.wait()
         output.copy_(received)
@@ -331,9 +317,8 @@ def start_for_others(number: int, call: CollectiveCall, hop: Hop) -> Pending:
         rows = mine.new_empty((hop.size, call.nbytes)) if hop.rank == 0 else None
         assert hop.group is not None, "a rank alone exchanges nothing"
         return tagged.FIRST_RANK_EXCHANGES[call.operation](mine, rows, hop.group, tags.own)
-    if call.operation == "all_to_all":
-        return _exchange(torch.empty_like(mine), mine, hop, tags, info)
-    return _gather(mine.new_empty((hop.size, call.nbytes)), mine, hop, tags, info)
+    output = mine.new_empty(call.nbytes if call.operation == "all_to_all" else (hop.size, call.nbytes))
+    return _exchange(output, mine, hop, number, call, info)
 
 
 def broadcast_(tensor: Tensor, src: int, hop: Hop) -> None:
@@ -425,7 +410,7 @@ def ints_over(value: int, hop: Hop) -> list[int]:
     call = call_here("all_gather of one number", mine.nbytes, "cpu")
     number = hop.log.start(call)
     with hop.log.waiting(number, hop.group), torch._C.DisableTorchFunction():
-        _gather_unchecked(of_ranks, mine, hop, tags_of(number, call).own).wait()
+        _unchecked(of_ranks, mine, hop, tag_of(number, call), is_gather=True).wait()
     return [(a & b) | (b & c) | (a & c) for a, b, c in of_ranks.tolist()]  # the majority of each bit
 
 

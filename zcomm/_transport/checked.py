@@ -50,7 +50,7 @@ class Ranks:
     group: Group
     rank: int
     takes_host_tensors: bool
-    links: tuple[tuple[str, int], ...]
+    links: Sequence[tuple[str, int]]
     """Link classes, with the number of other ranks of each."""
     is_unordered: bool = False
     """Whether the exchange is verified at once, in a thread of its own."""
@@ -183,8 +183,7 @@ def _swap(ranks: Ranks, values: list[int], tag: int) -> list[int]:
     """``values[i]`` goes to rank i; returns what came from each rank, this one's own included."""
     mine = torch.tensor(values, dtype=torch.int64)
     for link, num_peers in ranks.links:
-        if num_peers:
-            record(("check", "none", link), num_peers, 1, 8)
+        record(("check", "none", link), num_peers, 1, 8)
     if not ranks.takes_host_tensors:
         device = torch.device("cuda", torch.cuda.current_device())
         mine = mine.to(device)

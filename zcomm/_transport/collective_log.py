@@ -247,12 +247,14 @@ def failing(exchange: str, members: Members, departed: Callable[[], str] = str) 
         raise
 
 
-class _TrackedWork:
+class TrackedWork(_Waiting):
+    """``pending``, with its waits recorded as those for exchange ``number`` of ``log`` among ``members``."""
+
     def __init__(self, pending: Pending, log: CollectiveLog, number: int, members: Members) -> None:
         self._pending, self._log, self._number, self._members = pending, log, number, members
 
     def wait(self) -> None:
-        with self._log.waiting(self._number, self._members):
+        with self:
             self._pending.wait()
 
     def is_completed(self) -> bool:
@@ -260,8 +262,3 @@ class _TrackedWork:
 
     def ends_within(self, seconds: float) -> bool:
         return ends_within(self._pending, seconds)
-
-
-def tracked(pending: Pending, log: CollectiveLog, number: int, members: Members) -> Pending:
-    """``pending`` with its waits recorded as those for exchange ``number`` of ``log``."""
-    return _TrackedWork(pending, log, number, members)
