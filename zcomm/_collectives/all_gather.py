@@ -21,7 +21,7 @@ from torch import Tensor
 
 from zcomm._base import env
 from zcomm._collectives.auto_format import resolve
-from zcomm._collectives.coalesced import coalesced, is_list, rows_and_shards
+from zcomm._collectives.coalesced import LIST, coalesced, rows_and_shards
 from zcomm._collectives.encoder import Encoder, check_random
 from zcomm._collectives.nccl_steps import gather_over_nccl, is_native
 from zcomm._collectives.plans import CallOptions, Checked, planned
@@ -89,7 +89,7 @@ def all_gather_single(
     num_nodes messages to every other rank of the node. On CUDA no host sync beyond those of the process group.
     """
     group = as_group(group)
-    if is_list(output) or is_list(input):
+    if isinstance(output, LIST) or isinstance(input, LIST):
         lists = rows_and_shards(group, [format], output=output, input=input)
         given: dict[str, Any] = {"format": format, "numbering": numbering, "random": random, "backend": backend}
         return coalesced(partial(all_gather_single, group=group, **given), *lists, format, async_op=async_op)

@@ -12,7 +12,7 @@ from torch import Tensor
 from zcomm._base import env
 from zcomm._collectives.all_gather import gather_steps
 from zcomm._collectives.auto_format import is_auto, resolve
-from zcomm._collectives.coalesced import as_lists, check_no_residual, coalesced, is_list, world_size_of
+from zcomm._collectives.coalesced import LIST, as_lists, check_no_residual, coalesced, world_size_of
 from zcomm._collectives.encoder import Encoder, check_random
 from zcomm._collectives.plans import CallOptions, Checked, planned
 from zcomm._collectives.reduce_scatter import reduce_steps
@@ -73,7 +73,7 @@ def all_reduce(
     """
     wires = format, format if gather_format is None else gather_format
     group = as_group(group)
-    if is_list(tensor):
+    if isinstance(tensor, LIST):
         check_no_residual(residual)
         given: dict[str, Any] = {"format": format, "gather_format": gather_format, "random": random}
         call = partial(all_reduce, op=op, group=group, backend=backend, **given)

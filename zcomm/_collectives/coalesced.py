@@ -36,8 +36,7 @@ AUTO_BLOCK = 256
 """The largest block that ``"auto"`` chooses by default."""
 
 
-def is_list(argument: object) -> bool:
-    return isinstance(argument, (list, tuple))
+LIST = list, tuple
 
 
 def check_no_residual(residual: object) -> None:
@@ -68,7 +67,7 @@ def as_lists(group: Group, formats: Sequence[Any], **lists: Any) -> list[list[Te
     Raises:
         LayoutError: Not all are lists of as many tensors, or those of a list differ in dtype or device.
     """
-    lengths = {name: len(one) if is_list(one) else None for name, one in lists.items()}
+    lengths = {name: len(one) if isinstance(one, LIST) else None for name, one in lists.items()}
     if len(set(lengths.values())) > 1 or not all(lengths.values()):
         raise LayoutError(
             f"{' and '.join(lists)} must be tensors, or lists of equally many tensors, at least one: lengths="

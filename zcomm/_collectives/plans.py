@@ -83,9 +83,10 @@ def planned(
         if wire is None or isinstance(group, Topology):
             route = find_route(operation, group, options.format, first=first, backend=options.backend)
         else:
-            check_group(group)
+            if group is not None:
+                check_group(group)
             route = route_over(group, operation, wire, options.backend)
-        if (a.shape if of_all is None else of_all)[0] == route.world_size:
+        if (a.shape if of_all is None else of_all)[0] == route.all_ranks.size:
             return route, (a if of_all is None else _viewed(a, of_all), b if of_rank is None else _viewed(b, of_rank))
     route, views = check(*tensors, group, options)
     is_kept = facts is not None and not is_auto(options.format) and not is_auto(options.gather_format)

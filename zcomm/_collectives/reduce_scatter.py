@@ -21,7 +21,7 @@ from torch import Tensor
 
 from zcomm._base import env
 from zcomm._collectives.auto_format import resolve
-from zcomm._collectives.coalesced import check_no_residual, coalesced, is_list, rows_and_shards
+from zcomm._collectives.coalesced import LIST, check_no_residual, coalesced, rows_and_shards
 from zcomm._collectives.encoder import Encoder, check_random
 from zcomm._collectives.nccl_steps import is_native, reduce_over_nccl
 from zcomm._collectives.plans import CallOptions, Checked, planned
@@ -91,7 +91,7 @@ def reduce_scatter_single(
     with a residual also the sums in float32, three times.
     """
     group = as_group(group)
-    if is_list(output) or is_list(input):
+    if isinstance(output, LIST) or isinstance(input, LIST):
         check_no_residual(residual)
         inputs, shards = rows_and_shards(group, [format], input=input, output=output)
         given: dict[str, Any] = {"format": format, "numbering": numbering, "random": random, "backend": backend}

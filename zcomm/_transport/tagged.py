@@ -50,7 +50,8 @@ def tags_of(number: int, call: CollectiveCall) -> Tags:
 
 def tag_of(number: int, call: CollectiveCall) -> int:
     """The tag of exchange ``number`` of a hop: a multiple of 4, of 31 bits."""
-    text = f"{number} {call.operation} {call.nbytes} {call.src} {call.pair_number} {call.label}"
+    operation, nbytes, _, src, label, pair_number = call
+    text = f"{number} {operation} {nbytes} {src} {pair_number} {label}"
     return zlib.crc32(text.encode()) & 0x7FFFFFFC
 
 
@@ -80,12 +81,14 @@ def exchange(
     them to the sender in a message, which would queue behind the bytes of the send; over 200 Mbit/s steps took 6 to 8 %
     longer.
     """
-    if _DROPPED():
+    dropped = _DROPPED()
+    if dropped:
         _DROP_THREAD().run(_wait_for_dropped)
     if not current_context().overlaps or sum(part.nbytes for _, part in sends) < BACKGROUND_NBYTES:
-        return TaggedExchange(_start(group, tag, receives, sends, own, is_local=is_local), (receives, sends))
+        works = _start(group, tag, receives, sends, own, is_local=is_local)
+        return TaggedExchange(works, (receives, sends), dropped)
     started = _BackgroundStart(partial(_start, group, tag, receives, sends, own, is_local=is_local))
-    pending = TaggedExchange([started], (receives, sends))
+    pending = TaggedExchange([started], (receives, sends), dropped)
     _SEND_THREAD().run(started.start)
     return pending
 
@@ -135,7 +138,8 @@ class _BackgroundStart:
 _SEND_THREAD, _WAIT_THREAD, _DROP_THREAD = (
     PerRank(partial(DaemonThread, f"zcomm-{does}")) for does in ("send", "wait", "drop")
 )
-_DROPPED = PerRank(deque[tuple[list[Any], Any]])
+Dropped = deque[tuple[list[Any], Any]]
+_DROPPED = PerRank(Dropped)
 """Works and tensors of exchanges that were dropped before they were complete: gloo still writes to the tensors."""
 
 
@@ -151,8 +155,8 @@ def _wait_for_dropped() -> None:
 class TaggedExchange:
     """Several sends and receives as one. Dropped before they are complete, they are kept until then."""
 
-    def __init__(self, works: Sequence[Any], tensors: Any = ()) -> None:
-        self._works, self._tensors, self._dropped = list(works), tensors, _DROPPED()
+    def __init__(self, works: list[Any], tensors: Any = (), dropped: Dropped | None = None) -> None:
+        self._works, self._tensors, self._dropped = works, tensors, _DROPPED() if dropped is None else dropped
         self._lock = threads().Lock()
         self._is_complete = not self._works
         self._error: BaseException | None = None

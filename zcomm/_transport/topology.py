@@ -470,8 +470,9 @@ _HOPS: dict[int, tuple[weakref.ref[Any], str | None, tuple[int, int, int, int, s
 
 def hop_of_group(group: dist.ProcessGroup | None) -> Hop:
     """One hop over all ranks of ``group``. ``LOCAL_WORLD_SIZE`` tells which of them share this rank's node."""
-    process_group, local_world_size = dist.group.WORLD if group is None else group, os.environ.get("LOCAL_WORLD_SIZE")
-    if process_group in dist.distributed_c10d._world.pg_map:  # not initialized, or destroyed: the checks below
+    world, local_world_size = dist.distributed_c10d._world, os.environ.get("LOCAL_WORLD_SIZE")
+    process_group = world.default_pg if group is None else group
+    if process_group in world.pg_map:  # not initialized, or destroyed: the checks below
         known = _HOPS.get(id(process_group))
         if known is not None and known[0]() is process_group and known[1] == local_world_size:
             return Hop(process_group, *known[2])
