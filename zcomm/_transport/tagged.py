@@ -33,7 +33,7 @@ from zcomm._base.daemon_threads import DaemonThread
 from zcomm._base.rank_context import PerRank, threads
 from zcomm._transport.call_context import current_context
 from zcomm._transport.collective_log import CollectiveCall
-from zcomm._transport.tagged_group import Group
+from zcomm._transport.tagged_group import CPU, Group, TaggedGroup
 
 
 class Tags(NamedTuple):
@@ -96,9 +96,11 @@ def exchange(
 def _start(
     group: Group, tag: int, receives: Parts, sends: Parts, own: tuple[Tensor, Tensor] | None, *, is_local: bool
 ) -> list[Any]:
-    early = [group.send([part], peer, tag) for peer, part in sends] if is_local else []
-    works = [group.recv([part], peer, tag) for peer, part in receives]
-    works += early or [group.send([part], peer, tag) for peer, part in sends]
+    # Not the group itself, which takes 3 us more for each: it looks for the backend of the tensors' device.
+    gloo: Any = group if isinstance(group, TaggedGroup) else group._get_backend(CPU)
+    early = [gloo.send([part], peer, tag) for peer, part in sends] if is_local else []
+    works = [gloo.recv([part], peer, tag) for peer, part in receives]
+    works += early or [gloo.send([part], peer, tag) for peer, part in sends]
     if own is not None and own[0].data_ptr() != own[1].data_ptr():
         own[0].copy_(own[1])  # while the other parts are in flight
     return works

@@ -10,9 +10,12 @@ import hashlib
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
+
+CPU = torch.device("cpu")
 
 
 class TaggedGroup:
@@ -29,14 +32,15 @@ class TaggedGroup:
     def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int], name: str) -> None:
         self.group, self._ranks, self.group_name = group, tuple(ranks), f"{group.group_name}/{name}"
         of_group = dist.get_process_group_ranks(group)
+        self._gloo: Any = group._get_backend(CPU)
         self._global_ranks = [of_group[rank] for rank in ranks]
         self._mask = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "little") & 0x7FFFFFFC
 
     def send(self, tensors: list[Tensor], peer: int, tag: int) -> Any:
-        return self.group.send(tensors, self._ranks[peer], tag ^ self._mask)
+        return self._gloo.send(tensors, self._ranks[peer], tag ^ self._mask)
 
     def recv(self, tensors: list[Tensor], peer: int, tag: int) -> Any:
-        return self.group.recv(tensors, self._ranks[peer], tag ^ self._mask)
+        return self._gloo.recv(tensors, self._ranks[peer], tag ^ self._mask)
 
     def global_ranks(self) -> list[int]:
         return self._global_ranks

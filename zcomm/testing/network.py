@@ -201,7 +201,8 @@ class SimulatedGroup(dist.ProcessGroup):
         return [torch.device("cpu")]
 
     def _get_backend(self, device: torch.device) -> Any:  # noqa: ARG002
-        return SimpleNamespace(options=SimpleNamespace(_timeout=timedelta(seconds=self._timeout_s)))
+        options = SimpleNamespace(_timeout=timedelta(seconds=self._timeout_s))
+        return SimpleNamespace(options=options, send=self.send, recv=self.recv)
 
     def get_group_store(self) -> SimulatedStore:
         return SimulatedStore(self._network, self._timeout_s)
