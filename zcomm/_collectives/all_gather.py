@@ -112,11 +112,11 @@ def _checked(output: Tensor, input: Tensor, group: Group, options: CallOptions) 
     check_shard("input", input, "output", rows)
     route.check_dtype(input.dtype)
     check_random(random, chosen.format)
-    return route, (rows, input)
+    return route, (found[0], found[1]) if route.is_plain else (rows, input)
 
 
 def gather_steps(rows: Tensor, shard: Tensor, numbering: Numbering, encoder: Encoder) -> Steps:
-    """The steps of :func:`all_gather_single` on checked arguments."""
+    """The steps of :func:`all_gather_single` on checked arguments; on a plain route, of any shape if contiguous."""
     if not shard.numel():
         return nothing()
     route = encoder.route
@@ -174,7 +174,7 @@ def _one_hop(rows: Tensor, shard: Tensor, encoder: Encoder) -> Steps:
     own = own_message(messages, route)
     kernels.quantize(shard, layout, own, 0, 0, encoder.draw(0), expected=messages)
     yield from gather_messages(messages, own, layout, route)
-    kernels.decode(messages, layout, rows, rows.stride(0), 0)
+    kernels.decode(messages, layout, rows, backend.row_stride(rows, hop.size), 0)
 
 
 def _two_hops_in_place(rows: Tensor, shard: Tensor, numbering: Numbering, encoder: Encoder) -> Steps:

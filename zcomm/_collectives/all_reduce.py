@@ -99,7 +99,7 @@ def all_reduce(
 
 
 def _checked(tensor: Tensor, _: Tensor, group: Group, options: CallOptions) -> Checked:
-    """The tensor as [world_size, n], if its size allows that, and flat."""
+    """The flat tensor, twice."""
     wires = options.format, options.format if options.gather_format is None else options.gather_format
     found = check_arguments(group, *wires, async_op=options.async_op, residual=options.residual, tensor=tensor)
     flat = as_flat(*found)
@@ -110,8 +110,7 @@ def _checked(tensor: Tensor, _: Tensor, group: Group, options: CallOptions) -> C
     gathering.check_dtype(flat.dtype)
     formats = options.format, _gather_format(options)
     check_random(options.random, *(wire for wire in formats if not is_auto(wire)))
-    is_even = flat.numel() % reducing.world_size == 0
-    return reducing, (flat.view(reducing.world_size, -1) if is_even else flat, flat)
+    return reducing, (flat, flat)
 
 
 def _gather_format(options: CallOptions) -> WireFormat:

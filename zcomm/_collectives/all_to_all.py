@@ -89,7 +89,7 @@ def all_to_all_single(
     check_apart("output", parts, "input", source)
     if env.is_set("ZCOMM_DEBUG"):
         route.compare(numel=source.numel(), dtype=source.dtype, random=random)
-    steps = _steps(parts, source, Encoder(route, source.shape[1], random))
+    steps = _steps(parts, source, Encoder(route, source.numel() // route.all_ranks.size, random))
     return run(steps, parts, source, async_op=async_op, queue=route.queue, num_exchanges=len(route.hops))
 
 
@@ -111,7 +111,8 @@ def _checked(input: Tensor, output: Tensor, group: Group, options: CallOptions) 
             f"world_size={route.world_size}"
         )
     route.check_dtype(source.dtype)
-    return route, (source.view(route.world_size, -1), output.view(route.world_size, -1))
+    views = source, output
+    return route, views if route.is_plain else (source.view(route.world_size, -1), output.view(route.world_size, -1))
 
 
 def _steps(parts: Tensor, source_parts: Tensor, encoder: Encoder) -> Steps:
@@ -130,7 +131,7 @@ def _steps(parts: Tensor, source_parts: Tensor, encoder: Encoder) -> Steps:
 def _one_hop(output: Tensor, source: Tensor, encoder: Encoder) -> Steps:
     route = encoder.route
     hop, wire = route.hops[0]
-    numel = source.shape[1]
+    numel = encoder.shard_numel
     layout = route.layout(wire, source.dtype, 1, numel)
     if source.dtype == output.dtype == layout.codec.dtype:
         yield backend.all_to_all(output, source, hop, layout.info)

@@ -26,18 +26,9 @@ from zcomm._transport.topology import Numbering, Topology
 MAX_KEPT = 4096
 """A limit for programs whose tensors keep changing size: every size would be remembered."""
 
-_KNOWN: dict[object, _Plan] = {}
-"""By the facts of a call."""
-
-
-class _Plan(NamedTuple):
-    """What is known of a call whose arguments were checked."""
-
-    wire: Format | None
-    """None: each hop has its own."""
-    of_all: torch.Size | None
-    """What the tensor of all ranks is viewed as; None: it is used as it is."""
-    of_rank: torch.Size | None
+_KNOWN: dict[object, tuple[tuple[int, int, BackendName], Format | None, torch.Size | None, torch.Size | None]] = {}
+"""By the facts of a call: ranks, hops and backend of its route; the format, None if each hop has its own; and what each
+tensor is viewed as, None if it is used as it is."""
 
 
 class CallOptions(NamedTuple):
@@ -54,7 +45,7 @@ class CallOptions(NamedTuple):
 
 
 Checked = tuple[Route, tuple[Tensor, Tensor]]
-"""The route of a call, and its tensors as [world_size, n] and [n], or as the collective uses them."""
+"""The route of a call, and its tensors as [world_size, n] and [n], or as the collective uses them on that route."""
 Check = Callable[[Any, Any, Group, CallOptions], Checked]
 
 
@@ -71,7 +62,7 @@ def planned(
         check: Checks all arguments.
         first: The hop that is first if there are two.
     """
-    facts, plan = _facts_of(operation, tensors, options), None
+    facts, plan = _facts_of(operation, group, tensors, options), None
     try:
         plan = _KNOWN.get(facts)
     except TypeError:  # an argument of a wrong type, which the checks name
@@ -79,23 +70,22 @@ def planned(
     if plan is not None:
         check_flag("async_op", options.async_op)
         a, b = tensors
-        wire, of_all, of_rank = plan
+        place, wire, of_all, of_rank = plan
         if wire is None or isinstance(group, Topology):
             route = find_route(operation, group, options.format, first=first, backend=options.backend)
         else:
             if group is not None:
                 check_group(group)
             route = route_over(group, operation, wire, options.backend)
-        if (a.shape if of_all is None else of_all)[0] == route.all_ranks.size:
+        if place == (route.all_ranks.size, len(route.hops), route.backend):
             return route, (a if of_all is None else _viewed(a, of_all), b if of_rank is None else _viewed(b, of_rank))
     route, views = check(*tensors, group, options)
-    is_kept = facts is not None and not is_auto(options.format) and not is_auto(options.gather_format)
-    if is_kept and views[0].shape[0] == route.world_size:
+    if facts is not None and not is_auto(options.format) and not is_auto(options.gather_format):
         if len(_KNOWN) >= MAX_KEPT:
             _KNOWN.clear()
         of_all, of_rank = (None if v.shape == t.shape else v.shape for t, v in zip(tensors, views, strict=True))
         wire = None if isinstance(options.format, tuple) else get_format(options.format)
-        _KNOWN[facts] = _Plan(wire, of_all, of_rank)
+        _KNOWN[facts] = (route.all_ranks.size, len(route.hops), route.backend), wire, of_all, of_rank
     return route, views
 
 
@@ -104,7 +94,7 @@ def _viewed(tensor: Tensor, shape: torch.Size) -> Tensor:
     return tensor.as_strided(shape, (shape[-1], 1)[-len(shape) :], tensor.storage_offset())
 
 
-def _facts_of(operation: str, tensors: Sequence[Any], options: CallOptions) -> object:
+def _facts_of(operation: str, group: object, tensors: Sequence[Any], options: CallOptions) -> object:
     """The key of a call; None if it must not be remembered, or if a tensor is not a plain one without gradient."""
     format, backend, _, random, numbering, op, gather_format, residual = options
     a, b = tensors
@@ -112,7 +102,7 @@ def _facts_of(operation: str, tensors: Sequence[Any], options: CallOptions) -> o
         return None
     if random is not None or residual is not None or a.layout is not torch.strided or b.layout is not torch.strided:
         return None
-    facts = operation, format, backend, numbering, op, gather_format, a.shape, b.shape, a.dtype, b.dtype
+    asked = operation, isinstance(group, Topology), format, backend, numbering, op, gather_format
     if a.is_cpu and b.is_cpu and a.is_contiguous() and b.is_contiguous():
-        return facts
-    return *facts, a.device, b.device, a.stride(), b.stride()
+        return *asked, a.shape, b.shape, a.dtype, b.dtype
+    return *asked, a.shape, b.shape, a.dtype, b.dtype, a.device, b.device, a.stride(), b.stride()

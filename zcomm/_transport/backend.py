@@ -206,12 +206,16 @@ def _parts_to_send(mine: Tensor, hop: Hop, *, is_gather: bool) -> list[Tensor]:
     return _parts(mine, 1) * hop.size if is_gather else _parts(mine, hop.size)
 
 
+def row_stride(tensor: Tensor, size: int) -> int:
+    """Elements from each of ``size`` ranks' contiguous part of ``tensor`` to the next."""
+    return tensor.numel() // size if tensor.is_contiguous() else tensor.stride(0)
+
+
 def _parts(tensor: Tensor, size: int) -> list[Tensor]:
     """The equal, contiguous and flat parts of ``tensor`` for ``size`` ranks."""
     if size == tensor.ndim == 1:
         return [tensor]
-    numel, first = tensor.numel() // size, tensor.storage_offset()
-    stride = tensor.stride(0) if tensor.ndim == 2 and tensor.shape[0] == size else numel
+    numel, stride, first = tensor.numel() // size, row_stride(tensor, size), tensor.storage_offset()
     # Each other kind of view that a call makes takes 10 us, since its code is not in the processor's cache.
     return [tensor.as_strided((numel,), (1,), first + rank * stride) for rank in range(size)]
 

@@ -17,7 +17,7 @@ from zcomm._base import env
 from zcomm._base.arguments import check_choice, check_flag, check_process_group
 from zcomm._formats.formats import Format, codec_for, get_format
 from zcomm._formats.message import MessageLayout, layout_of
-from zcomm._transport.backend import Hop
+from zcomm._transport.backend import Hop, row_stride
 from zcomm._transport.backend_choice import AUTO as BY_DEFAULT
 from zcomm._transport.backend_choice import (
     BackendName,
@@ -87,6 +87,11 @@ class Route:
     @property
     def world_size(self) -> int:
         return self.num_nodes * self.ranks_per_node
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is one hop over torch's process group, which needs no views of contiguous tensors."""
+        return len(self.hops) == 1 and self.backend == "torch"
 
     def strides(self, numbering: Numbering, row: int) -> tuple[int, int]:
         """Elements from shard (n, l) to (n, l + 1) and to (n + 1, l), with shards of ``row`` elements."""
@@ -343,7 +348,8 @@ def check_own_row(shard: Tensor, rows: Tensor, route: Route, numbering: Numberin
     begin, of_rows = shard.data_ptr(), rows.data_ptr()
     if rows.is_contiguous() and (begin + shard.nbytes <= of_rows or of_rows + rows.nbytes <= begin):
         return
-    if begin != of_rows + route.own_row(numbering) * rows.stride(0) * rows.element_size() or shard.dtype != rows.dtype:
+    stride = row_stride(rows, route.world_size) * rows.element_size()
+    if begin != of_rows + route.own_row(numbering) * stride or shard.dtype != rows.dtype:
         check_apart("input", shard, "output (but for this rank's own row in it)", rows)
 
 
