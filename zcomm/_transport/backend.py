@@ -40,7 +40,7 @@ from zcomm._transport.collective_log import (
 )
 from zcomm._transport.store_exchange import exchange_texts
 from zcomm._transport.tagged import TaggedExchange, Tags, exchange, tag_of, tags_of
-from zcomm._transport.tagged_group import Group, TaggedGroup
+from zcomm._transport.tagged_group import Group, TaggedGroup, given
 from zcomm._transport.traffic import record
 
 # torch 2.13 renamed all_gather_into_tensor to all_gather_single and deprecated the old name.
@@ -94,9 +94,6 @@ class Hop:
 
     def paired_with(self, other: Hop) -> Hop:
         return replace(self, paired=other)
-
-    def with_nccl(self, nccl: NcclHop) -> Hop:
-        return replace(self, nccl=nccl)
 
 
 ALONE = Hop(None, 1, 0, 0, 0)
@@ -270,20 +267,14 @@ def exchange_parts(
     call = call_here(UNEVEN, nbytes, device.type)
     number = hop.log.start(call, info.format)
     with failing(UNEVEN, hop.group, hop.log.departed):
-        pending = _named(_exchange_parts(received, sent, hop, tags_of(number, call), info), hop, info)
-    return TrackedWork(pending, hop.log, number, hop.group)
-
-
-def _exchange_parts(
-    received: Sequence[Tensor], sent: Sequence[Tensor], hop: Hop, tags: Tags, info: MessageInfo
-) -> Pending:
-    if hop.is_tagged(sent[0].device.type):
-        pending: Pending = _send_and_receive(received, sent, hop, tags.own)
-    else:
-        pending = cast(Pending, dist.all_to_all(list(received), list(sent), group=hop.group, async_op=True))
-    if not env.is_set("ZCOMM_CHECK"):
-        return pending
-    return _checked(pending, hop, (exchange_name_of(hop, info), tags), sent, received)
+        if hop.is_tagged(device.type):
+            started: Pending = _send_and_receive(received, sent, hop, tag_of(number, call))
+        else:
+            started = cast(Pending, dist.all_to_all(received, sent, group=hop.group, async_op=True))
+        if env.is_set("ZCOMM_CHECK"):
+            started = _checked(started, hop, (exchange_name_of(hop, info), tags_of(number, call)), sent, received)
+        started = _named(started, hop, info)
+    return TrackedWork(started, hop.log, number, hop.group)
 
 
 def _through_copies(
@@ -392,8 +383,7 @@ def gather_ints(value: int, group: dist.ProcessGroup | None) -> list[int]:
 
     A bit that flips on the way changes nothing.
     """
-    process_group = dist.group.WORLD if group is None else group
-    assert process_group is not None, "torch.distributed is initialized"
+    process_group = given(group)
     if not takes_host_tensors(backend_of(group)):
         ranks = dist.get_process_group_ranks(process_group)
         return [int(text) for text in exchange_texts(ranks, str(value), lane="numbers", timeout=timeout_of(group))]
@@ -425,7 +415,7 @@ def backend_of(group: dist.ProcessGroup | None) -> str:
 
 def timeout_of(group: Group | None) -> timedelta | None:
     """The timeout of ``group``. A new group does not inherit it: torch.distributed's default is half an hour."""
-    process_group: Any = dist.group.WORLD if group is None else group.group if isinstance(group, TaggedGroup) else group
+    process_group: Any = group.group if isinstance(group, TaggedGroup) else given(group)
     for device in process_group._device_types:
         timeout = getattr(getattr(process_group._get_backend(device), "options", None), "_timeout", None)
         if isinstance(timeout, timedelta):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ContextDecorator, contextmanager
+from contextlib import AbstractContextManager, ContextDecorator, contextmanager
 from functools import partial
 from itertools import count
 from typing import NamedTuple
@@ -58,33 +58,23 @@ def use_context(context: Context) -> Iterator[None]:
         _THREAD.context = before
 
 
-@contextmanager
-def in_bucket(name: str) -> Iterator[None]:
+def in_bucket(name: str) -> AbstractContextManager[None]:
     """Collectives called inside are for bucket ``name`` on every rank. They never match those of another bucket."""
-    before = _THREAD.context
-    _THREAD.context = before._replace(bucket=name)
-    try:
-        yield
-    finally:
-        _THREAD.context = before
+    return use_context(_THREAD.context._replace(bucket=name))
 
 
-@contextmanager
-def waiting_next() -> Iterator[None]:
+def waiting_next() -> AbstractContextManager[None]:
     """Exchanges inside are waited for before the caller computes again, also those with ``async_op=True``.
 
     So its own thread sends: a background thread would only start later and compete with it for a core.
     """
-    with use_context(_THREAD.context._replace(waits_next=True)):
-        yield
+    return use_context(_THREAD.context._replace(waits_next=True))
 
 
-@contextmanager
-def outside_public_call() -> Iterator[None]:
+def outside_public_call() -> AbstractContextManager[None]:
     """Exchanges inside belong to forward and backward, whatever public call this thread is in."""
     context = _THREAD.context
-    with use_context(Context(bucket=context.bucket, within=context.call or context.within)):
-        yield
+    return use_context(Context(bucket=context.bucket, within=context.call or context.within))
 
 
 class public_call(ContextDecorator):  # noqa: N801  (a context manager)

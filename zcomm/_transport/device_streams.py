@@ -54,23 +54,6 @@ class StreamHandle(Protocol):
         """Completes with all work queued so far."""
 
 
-class DeviceStreams(Protocol):
-    """The streams of one communicator."""
-
-    def on_current(
-        self, device: torch.device, tensors: Sequence[Tensor], call: CollectiveCall
-    ) -> AbstractContextManager[StreamHandle]:
-        """The stream that the caller computes on, to queue ``call`` on ``tensors``."""
-
-    def on_side(
-        self, hop: int, device: torch.device, tensors: Sequence[Tensor], call: CollectiveCall
-    ) -> AbstractContextManager[StreamHandle]:
-        """The side stream of hop number ``hop``, ordered after what the caller has computed."""
-
-    def is_captured(self) -> bool:
-        """Whether the caller's stream is being captured into a graph."""
-
-
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
@@ -118,21 +101,26 @@ class _CudaCompletion:
 
 
 class _CudaStreams:
+    """The streams of one communicator on GPUs."""
+
     def __init__(self, num_hops: int) -> None:
         self._sides = tuple(SideStreams() for _ in range(num_hops))
 
     @contextmanager
     def on_current(self, device: torch.device, _: Sequence[Tensor], _call: CollectiveCall) -> Iterator[StreamHandle]:
+        """The stream that the caller computes on, to queue a call on tensors."""
         yield _CudaHandle(torch.cuda.current_stream(device), is_callers=True)
 
     @contextmanager
     def on_side(
         self, hop: int, device: torch.device, tensors: Sequence[Tensor], _call: CollectiveCall
     ) -> Iterator[StreamHandle]:
+        """The side stream of hop number ``hop``, ordered after what the caller has computed."""
         with self._sides[hop].after_current(device, tensors) as stream:
             yield _CudaHandle(stream, is_callers=False)
 
     def is_captured(self) -> bool:
+        """Whether the caller's stream is being captured into a graph."""
         return torch.cuda.is_current_stream_capturing()
 
 
@@ -225,6 +213,8 @@ class _HostStream:
 
 
 class _HostStreams:
+    """The streams of one communicator over the emulated NCCL: as :class:`_CudaStreams`."""
+
     def __init__(self, native: Any, queued: Sequence[QueuedOnStream]) -> None:
         self._calls, *self._sides = (_HostStream(native, each) for each in queued)
 
@@ -240,3 +230,6 @@ class _HostStreams:
 
     def is_captured(self) -> bool:
         return False
+
+
+DeviceStreams = _CudaStreams | _HostStreams

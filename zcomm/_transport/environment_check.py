@@ -25,6 +25,7 @@ from zcomm._base import env
 from zcomm._kernels import kernels
 from zcomm._transport import backend
 from zcomm._transport.store_exchange import exchange_texts
+from zcomm._transport.tagged_group import given
 from zcomm.errors import BackendUnavailableError, ConfigError
 
 SWITCHES = ("ZCOMM_CHECK", "ZCOMM_DEBUG", "ZERO_DEBUG")
@@ -76,7 +77,7 @@ def compare(group: dist.ProcessGroup | None, **more: str) -> None:
         if reason := kernels.unavailable_reason():
             raise BackendUnavailableError(reason)
         return
-    ranks = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
+    ranks = dist.get_process_group_ranks(given(group))
     texts = exchange_texts(ranks, text, lane="facts", timeout=backend.timeout_of(group))
     of_ranks = [json.loads(text) for text in texts]
     found = differing(dict(zip(ranks, of_ranks, strict=True)))
@@ -103,7 +104,6 @@ def compare_once(group: dist.ProcessGroup | None) -> None:
     """:func:`compare` at the first call for ``group``; nothing if this rank is alone."""
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return
-    process_group = dist.group.WORLD if group is None else group
-    if process_group not in _COMPARED:
+    if given(group) not in _COMPARED:
         compare(group)
-        _COMPARED.add(process_group)
+        _COMPARED.add(given(group))

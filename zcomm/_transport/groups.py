@@ -19,7 +19,7 @@ import torch.distributed as dist
 from zcomm._base.rank_context import PerRank, bound, threads
 from zcomm._transport.backend import ALONE, Hop, backend_of, gather_ints, hop_over, timeout_of
 from zcomm._transport.collective_log import failing
-from zcomm._transport.tagged_group import is_open
+from zcomm._transport.tagged_group import given, is_open
 from zcomm.errors import StateError
 
 
@@ -59,7 +59,7 @@ def share_group(
     The group is made at the first use, and again after the last user has released it. A rank may have closed its last
     topology before the others, so all ranks compare which group they have.
     """
-    of_parent = _SHARED.setdefault(_given(parent), {})
+    of_parent = _SHARED.setdefault(given(parent), {})
     known = of_parent.get(purpose)
     if known is not None and not is_open(known.group):  # destroyed with the default one
         known = None
@@ -68,7 +68,7 @@ def share_group(
     if known is None or set(numbers) != {known.number}:
         if is_local:
             level_group_names(parent)
-        ranks = dist.get_process_group_ranks(_given(parent))
+        ranks = dist.get_process_group_ranks(given(parent))
         group = new_group(ranks, parent, is_local=is_local, backend="gloo")
         assert group is not None, "a rank outside of its own group"
         wait_until_made(parent)
@@ -87,12 +87,6 @@ def release_group(user: object, shared: SharedGroup, *, is_local: bool) -> None:
             for purpose in [purpose for purpose, one in of_parent.items() if one is shared]:
                 del of_parent[purpose]
         destroy_group(shared.group, is_local=is_local)
-
-
-def _given(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    given = dist.group.WORLD if group is None else group
-    assert given is not None, "torch.distributed is initialized"
-    return given
 
 
 def new_group(

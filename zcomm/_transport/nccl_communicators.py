@@ -17,6 +17,7 @@ from __future__ import annotations
 import atexit
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -288,12 +289,7 @@ atexit.register(close_communicators)
 def over_nccl(*hops: Hop) -> tuple[Hop, ...]:
     """The hops of one route, in any order, with exchanges over the communicator of all of them."""
     ordered = intra_first(hops)
-    return tuple(_with_nccl(hop, ordered) for hop in hops)
-
-
-def _with_nccl(hop: Hop, ordered: tuple[Hop, ...]) -> Hop:
-    index = next(i for i, other in enumerate(ordered) if other is hop)
-    return hop.with_nccl(_NcclBytes(ordered, index))
+    return tuple(replace(hop, nccl=_NcclBytes(ordered, ordered.index(hop))) for hop in hops)
 
 
 def check_device(operation: str, device: torch.device) -> None:

@@ -99,9 +99,8 @@ def line_of(stack: Iterable[StackFrame]) -> str:
 
 def describe(thread: int, doing: str) -> str:
     """``doing`` and the user's line. A thread of autograd gets the line of the main thread, which called backward."""
-    if thread == threading.get_ident():
-        return f"{doing} at {line_of(stack(1)) or UNKNOWN}"
-    return f"{doing} at {line_of(_users_stack(thread)) or UNKNOWN}"
+    places = stack(1) if thread == threading.get_ident() else _users_stack(thread)
+    return f"{doing} at {line_of(places) or UNKNOWN}"
 
 
 def is_in_backward(thread: int) -> bool:

@@ -47,6 +47,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from zcomm._base.rank_context import PerRank, clock
 from zcomm._transport.collective_log import failing
+from zcomm._transport.tagged_group import given
 from zcomm.errors import CommunicationError
 
 GO = "go"
@@ -61,9 +62,7 @@ def outlives_ranks() -> bool:
 
 def mark_fresh() -> None:
     """Note that the default process group's store is used by this start only: its keys need no agreed name."""
-    group = dist.group.WORLD
-    assert group is not None, "no default process group"
-    _FRESH.add(group)
+    _FRESH.add(given(None))
 
 
 def prefix_of_start(store: Any, prefix: str, ranks: Sequence[int], rank: int, timeout: timedelta | None) -> str:

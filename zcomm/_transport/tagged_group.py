@@ -52,6 +52,13 @@ class TaggedGroup:
 Group = dist.ProcessGroup | TaggedGroup
 
 
+def given(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """``group``; None is that of all ranks."""
+    process_group = dist.group.WORLD if group is None else group
+    assert process_group is not None, "torch.distributed is initialized"
+    return process_group
+
+
 def is_open(group: Group) -> bool:
     """Whether ``group`` was not destroyed, by itself or with all others by ``destroy_process_group()``."""
     return (group.group if isinstance(group, TaggedGroup) else group) in distributed_c10d._world.pg_map

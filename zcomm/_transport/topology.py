@@ -283,13 +283,11 @@ class Topology:
     def single(cls, *, backend: BackendWish = "auto", kernels: KernelsName = "auto") -> Topology:
         """A topology of this process alone, without torch.distributed."""
         topology = object.__new__(cls)
-        topology._parent, topology._groups = None, []
+        topology._parent = None
         topology.world_size = topology.num_nodes = topology.ranks_per_node = 1
         topology.rank = topology.node_rank = topology.local_rank = 0
         topology._choose(backend, kernels)
-        topology._register()
-        topology._is_local, topology._watch, topology._shared, topology._purpose = False, None, [], 0
-        topology._make_hops()
+        topology._connect()
         return topology
 
     def clone(self) -> Topology:
