@@ -57,7 +57,7 @@ MUTANTS = (
     ),
     ProtocolMutant(
         "exchanges without numbers: leftovers match later ones",
-        TAGGED, 'text = f"{number} {call.operation}', 'text = f"{call.operation}',
+        TAGGED, 'text = f"{number} {operation}', 'text = f"{operation}',
     ),
     ProtocolMutant(
         "a broadcast forgets the last child", TAGGED, "return parent, [(src + child) % size for child in children]",

@@ -10,7 +10,7 @@ On CPU, two-hop collectives with ``async_op=True`` run in a thread; the profiler
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -26,12 +26,18 @@ is_profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled
 
 def span(*words: object) -> AbstractContextManager[Any]:
     """A context whose body a profiler shows as ``zcomm::`` and the words."""
-    return record_function("zcomm::" + " ".join(map(str, words))) if is_profiling() else _NOTHING
+    return record_function(_name(words)) if is_profiling() else _NOTHING
 
 
-class _NamedWait:
-    def __init__(self, pending: Pending, name: str) -> None:
-        self._pending, self._name = pending, name
+def _name(words: Iterable[object]) -> str:
+    return "zcomm::" + " ".join(map(str, words))
+
+
+class NamedWait:
+    """``pending``, with its ``wait()`` shown as a span."""
+
+    def __init__(self, pending: Pending, *words: object) -> None:
+        self._pending, self._name = pending, _name(words)
 
     def wait(self) -> None:
         with record_function(self._name):
@@ -42,8 +48,3 @@ class _NamedWait:
 
     def ends_within(self, seconds: float) -> bool:
         return ends_within(self._pending, seconds)
-
-
-def named_wait(pending: Pending, *words: object) -> Pending:
-    """``pending``, with its ``wait()`` shown as a span if a profiler runs."""
-    return _NamedWait(pending, "zcomm::" + " ".join(map(str, words))) if is_profiling() else pending

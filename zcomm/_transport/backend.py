@@ -27,7 +27,7 @@ from torch import Tensor
 from zcomm._base import env
 from zcomm._base.pending import Pending
 from zcomm._formats.message import MessageInfo
-from zcomm._kernels.profiling import is_profiling, named_wait
+from zcomm._kernels.profiling import NamedWait, is_profiling
 from zcomm._transport import tagged
 from zcomm._transport.checked import Checks, Ranks, checked
 from zcomm._transport.collective_log import (
@@ -160,7 +160,7 @@ def _start(operation: str, output: Tensor, mine: Tensor, hop: Hop, sent: Message
 
 
 def _named(pending: Pending, hop: Hop, sent: MessageInfo) -> Pending:
-    return named_wait(pending, *exchange_name_of(hop, sent)) if is_profiling() else pending
+    return NamedWait(pending, *exchange_name_of(hop, sent)) if is_profiling() else pending
 
 
 def _exchange(output: Tensor, mine: Tensor, hop: Hop, number: int, call: CollectiveCall, info: MessageInfo) -> Pending:

@@ -176,9 +176,9 @@ class DeadlockWatch:
         """Makes the error text from what each rank does, if all have noted it (:func:`call_context.note_activity`)."""
         self.period_s = PERIOD_S
         """Seconds between two samples; up to four times as many while nothing changes for long."""
-        store: Any = dist.distributed_c10d._get_default_store()
+        self.store: Any = dist.distributed_c10d._get_default_store()
         # A connection of its own: the main thread may block in a request on the other one, which locks it.
-        self._store = store.clone() if hasattr(store, "clone") else store
+        self._store = self.store.clone() if hasattr(self.store, "clone") else self.store
         name = f"zcomm/watch/{hashlib.sha256(json.dumps(global_ranks).encode()).hexdigest()[:16]}"
         timeout = backend.timeout_of(group)
         self._prefix = prefix_of_start(self._store, name, global_ranks, global_ranks[rank], timeout)
@@ -186,15 +186,11 @@ class DeadlockWatch:
         """The number of deadlocks found."""
         self._last_sample: str | None = None
         """The state at the last sample, if the rank waited."""
-        self._has_reported = False
+        self.has_reported = False
+        """Whether this rank has waited for two samples and reported that."""
         self._store_answers = True  # until a request times out
         self._stuck_since: dict[int, tuple[list[StackFrame] | None, float]] = {}
         """Stacks of threads that may be blocked, and since when they have not changed."""
-
-    @property
-    def has_reported(self) -> bool:
-        """Whether this rank has waited for two samples and reported that."""
-        return self._has_reported
 
     def add(self, topology: Watchable) -> None:
         """Also watch ``topology``, until it is closed or collected."""
@@ -294,14 +290,14 @@ class DeadlockWatch:
         seen = None if report is None else json.dumps(report[1:])
         if seen is None or seen != self._last_sample:
             self._last_sample = seen
-            if self._has_reported:
-                self._has_reported = False
+            if self.has_reported:
+                self.has_reported = False
                 self._store.add(self._key("waiting"), -1)
             return bool(self._alive())
-        if not self._has_reported:
+        if not self.has_reported:
             self._store.set(self._key(self._rank), json.dumps(self._report(report)))
             self._store.add(self._key("waiting"), 1)
-            self._has_reported = True
+            self.has_reported = True
         if self._rank == 0 and self._store.add(self._key("waiting"), 0) == self._world_size:
             self._decide()
         if self._store.check([self._key("verdict")]):
@@ -425,7 +421,7 @@ class DeadlockWatch:
         # start_missing: D2.
         for watched in hops.values():
             watched.log.missing_started.set()
-        self.num_deadlocks, self._last_sample, self._has_reported = self.num_deadlocks + 1, None, False
+        self.num_deadlocks, self._last_sample, self.has_reported = self.num_deadlocks + 1, None, False
         for work in works:
             work.wait()
 
@@ -465,33 +461,26 @@ def _serve(reference: weakref.ref[DeadlockWatch], end: threading.Event) -> None:
         del watch  # or the thread would keep it alive while it sleeps
 
 
-class _Watches:
-    """The watches of the initialized process group."""
-
-    def __init__(self) -> None:
-        self.store: Any = None
-        self.by_ranks: dict[tuple[int, ...], DeadlockWatch] = {}
-
-
-_CURRENT = PerRank(_Watches)
+_CURRENT = PerRank(dict[tuple[int, ...], DeadlockWatch])
+"""The watches of the initialized process group, by their ranks."""
 
 
 def watch_of(topology: Watchable) -> DeadlockWatch:
     """The watch of the ranks of ``topology``, which it watches from now on. Collective at the first use."""
     store, ranks = dist.distributed_c10d._get_default_store(), topology.global_ranks
     current = _CURRENT()
-    if current.store is not store:
-        current.store, current.by_ranks = store, {}
-    if ranks not in current.by_ranks:
+    if any(watch.store is not store for watch in current.values()):
+        current.clear()
+    if ranks not in current:
         group = topology.world.group
         assert group is not None, "a rank alone waits for nobody"
-        current.by_ranks[ranks] = DeadlockWatch(ranks, topology.rank, group)
-    watch = current.by_ranks[ranks]
+        current[ranks] = DeadlockWatch(ranks, topology.rank, group)
+    watch = current[ranks]
     watch.add(topology)
     return watch
 
 
 @atexit.register
 def _end_all() -> None:
-    for watch in _CURRENT().by_ranks.values():
+    for watch in _CURRENT().values():
         watch.end()

@@ -7,12 +7,11 @@ start collectives on one group would start them in a different order on each ran
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch.distributed as dist
 
@@ -32,18 +31,8 @@ class SharedGroup:
     """Tells it from the other groups of the same ranks and purpose; the same on all its ranks, at least 1."""
     num_channels: int = 0
     """Topologies that have used it so far."""
-    _users: list[weakref.ref[object]] = field(default_factory=list)
-
-    @property
-    def users(self) -> list[object]:
-        """Topologies that use it now; not those that were garbage-collected without being closed."""
-        return [user for reference in self._users if (user := reference()) is not None]
-
-    def add(self, user: object) -> None:
-        self._users = [weakref.ref(one) for one in [*self.users, user]]
-
-    def remove(self, user: object) -> None:
-        self._users = [weakref.ref(one) for one in self.users if one is not user]
+    users: WeakSet[object] = field(default_factory=WeakSet)
+    """Topologies that use it now; not those that were garbage-collected without being closed."""
 
 
 _SHARED: WeakKeyDictionary[dist.ProcessGroup, dict[int, SharedGroup]] = WeakKeyDictionary()
@@ -75,13 +64,13 @@ def share_group(
         known, channels = SharedGroup(group, max(numbers) + 1), (0,)
         of_parent[purpose] = known
     known.num_channels = max(channels) + 1
-    known.add(user)
+    known.users.add(user)
     return known, known.num_channels
 
 
 def release_group(user: object, shared: SharedGroup, *, is_local: bool) -> None:
     """End ``user``'s use of ``shared``; the last one destroys the group."""
-    shared.remove(user)
+    shared.users.discard(user)
     if not shared.users:
         for of_parent in _SHARED.values():
             for purpose in [purpose for purpose, one in of_parent.items() if one is shared]:

@@ -417,7 +417,7 @@ class Topology:
         self.routes.clear()  # they hold process groups
         if self._watch is not None:
             watch, self._watch = self._watch, None
-            watch.remove(self, [shared.group for shared in self._shared if shared.users == [self]])
+            watch.remove(self, [shared.group for shared in self._shared if set(shared.users) == {self}])
         self._free_communicators()
         for hop in (self.world, self.intra, self.inter, self.__dict__.get("on_host", ALONE)):
             groups.close_hop(hop)
