@@ -102,7 +102,8 @@ def _facts_of(operation: str, group: object, tensors: Sequence[Any], options: Ca
         return None
     if random is not None or residual is not None or a.layout is not torch.strided or b.layout is not torch.strided:
         return None
-    asked = operation, isinstance(group, Topology), format, backend, numbering, op, gather_format
+    has_two_hops = isinstance(group, Topology) and group.has_two_hops
+    asked = operation, has_two_hops, format, backend, numbering, op, gather_format
     if a.is_cpu and b.is_cpu and a.is_contiguous() and b.is_contiguous():
         return *asked, a.shape, b.shape, a.dtype, b.dtype
     return *asked, a.shape, b.shape, a.dtype, b.dtype, a.device, b.device, a.stride(), b.stride()

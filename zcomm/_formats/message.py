@@ -124,8 +124,9 @@ def layout_of(
 
 def clear_trailers(messages: Tensor) -> None:
     """Zero the trailers of ``messages`` [num_messages, nbytes] of a block codec."""
-    (num_messages, nbytes), stride = messages.shape, messages.stride(0)
-    messages.as_strided((num_messages, TRAILER_NBYTES), (stride, 1), messages.storage_offset() + nbytes - 8).zero_()
+    num_messages, nbytes = messages.shape
+    first = messages.storage_offset() + nbytes - TRAILER_NBYTES
+    messages.as_strided((num_messages, TRAILER_NBYTES), (messages.stride(0), 1), first).zero_()
 
 
 def _checksums(messages: Tensor) -> list[int]:

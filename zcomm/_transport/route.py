@@ -18,7 +18,6 @@ from zcomm._base.arguments import check_choice, check_flag, check_process_group
 from zcomm._formats.formats import Format, codec_for, get_format
 from zcomm._formats.message import MessageLayout, layout_of
 from zcomm._transport.backend import Hop, row_stride
-from zcomm._transport.backend_choice import AUTO as BY_DEFAULT
 from zcomm._transport.backend_choice import (
     BackendName,
     BackendWish,
@@ -128,10 +127,9 @@ def find_route(
 
 def route_over(group: dist.ProcessGroup | None, operation: str, wire: Format, backend: BackendName | None) -> Route:
     """The route over a process group: one hop. Not kept, since it would keep the group alive."""
-    hop = hop_of_group(group)
-    if backend == "nccl":
-        (hop,) = over_nccl(hop)
-    return Route(operation, ((hop, wire),), 1, hop.size, hop.rank, None, hop, 0, backend or BY_DEFAULT)
+    carried_by = chosen_backend(backend, None)
+    (hop,) = _over_backend(carried_by, hop_of_group(group))
+    return Route(operation, ((hop, wire),), 1, hop.size, hop.rank, None, hop, 0, carried_by)
 
 
 def _route_of(
