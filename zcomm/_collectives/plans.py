@@ -68,7 +68,8 @@ def planned(
     except TypeError:  # an argument of a wrong type, which the checks name
         facts = None
     if plan is not None:
-        check_flag("async_op", options.async_op)
+        if options.async_op is not True and options.async_op is not False:
+            check_flag("async_op", options.async_op)
         a, b = tensors
         place, wire, of_all, of_rank = plan
         if wire is None or isinstance(group, Topology):

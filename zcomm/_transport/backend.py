@@ -152,7 +152,9 @@ def _start(operation: str, output: Tensor, mine: Tensor, hop: Hop, sent: Message
         return _through_copies(output, mine, hop, sent, call)
     number = hop.log.start(call, sent.format)
     try:
-        pending = _named(_exchange(output, mine, hop, number, call, sent), hop, sent)
+        pending = _exchange(output, mine, hop, number, call, sent)
+        if is_profiling():
+            pending = _named(pending, hop, sent)
     except BaseException as error:
         raise_converted(error, operation, hop.group, hop.log.departed)
         raise

@@ -127,8 +127,9 @@ def find_route(
 
 def route_over(group: dist.ProcessGroup | None, operation: str, wire: Format, backend: BackendName | None) -> Route:
     """The route over a process group: one hop. Not kept, since it would keep the group alive."""
-    carried_by = chosen_backend(backend, None)
-    (hop,) = _over_backend(carried_by, hop_of_group(group))
+    carried_by, hop = chosen_backend(backend, None), hop_of_group(group)
+    if carried_by == "nccl":
+        (hop,) = over_nccl(hop)
     return Route(operation, ((hop, wire),), 1, hop.size, hop.rank, None, hop, 0, carried_by)
 
 
