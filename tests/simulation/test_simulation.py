@@ -106,6 +106,13 @@ def test_a_bit_that_flips_in_any_message_is_named_or_changes_nothing() -> None:
         assert not result.problem, f"message {message}: {result.problem}"
 
 
+def test_ranks_that_one_has_left_alone_close_at_once_and_start_again() -> None:
+    """Found by seed 20261126000525: they waited for the timeout in collectives that stood in their queues."""
+    for seed in range(20):
+        result = run(Scenario("protocols", seed, 4, 2, ("async", "agree"), fault=Fault("closes", 3, 0)))
+        assert not result.problem, f"seed {seed}: {result.problem}"
+
+
 def test_a_rank_that_is_stopped_goes_on_later() -> None:
     def program(rank: int) -> float:
         for _ in range(3):

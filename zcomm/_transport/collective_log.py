@@ -231,7 +231,15 @@ def raise_converted(error: BaseException, exchange: str, members: Members, depar
     """Raise the converted error if torch has raised ``error`` for the exchange, else return."""
     converted = as_communication_error(error, exchange, members)
     if converted is not error:
-        raise (DivergedError(reason) if (reason := departed()) else converted) from error
+        if reason := departed():
+            converted = DivergedError(reason)
+        converted.has_lost_a_rank = True  # type: ignore[attr-defined]
+        raise converted from error
+
+
+def has_lost_a_rank(error: BaseException) -> bool:
+    """Whether ``error`` ended an exchange because a connection is lost: later ones over it fail, too."""
+    return getattr(error, "has_lost_a_rank", False)
 
 
 @contextmanager

@@ -46,6 +46,7 @@ from zcomm._base.daemon_threads import start_daemon
 from zcomm._base.pending import Pending, ends_within
 from zcomm._base.rank_context import threads
 from zcomm._transport.call_context import Context, current_context, use_context
+from zcomm._transport.collective_log import has_lost_a_rank
 from zcomm.errors import StateError
 
 
@@ -166,14 +167,16 @@ class _QueuedCollective(Work):
         self.done = threads().Event()
         self.thread: threading.Thread | None = None
 
-    def drive(self) -> None:
+    def drive(self) -> BaseException | None:
+        """Run it; returns its error, which wait() raises."""
         try:
             self.finish()
         except BaseException as error:  # raised in wait()
             self._fail(error)
         self._end()
+        return self._error
 
-    def cancel(self, error: Exception) -> None:
+    def cancel(self, error: BaseException) -> None:
         self._fail(error)
         self._end()
 
@@ -259,10 +262,7 @@ class WorkQueue:
 
     def cancel_all(self, error: Exception) -> None:
         """Fail collectives that have not started yet with ``error``."""
-        with suppress(Empty):
-            while (work := self._queue.get_nowait()) is not None:
-                work.cancel(error)
-            self._queue.put(None)  # the loop took the request to end: put it back
+        _cancel_all(self._queue, error)
 
     def close(self) -> None:
         """Finish everything submitted and end the thread. May be called repeatedly."""
@@ -275,8 +275,18 @@ class WorkQueue:
 
 def _serve(queue: SimpleQueue[_QueuedCollective | None]) -> None:
     while (work := queue.get()) is not None:
-        work.drive()
+        error = work.drive()
         del work  # or the caller's tensors would stay alive until the next collective
+        if error is not None and has_lost_a_rank(error):
+            # Ranks that lost it in different exchanges would wait for each other in those that follow, and close().
+            _cancel_all(queue, error)
+
+
+def _cancel_all(queue: SimpleQueue[_QueuedCollective | None], error: BaseException) -> None:
+    with suppress(Empty):
+        while (work := queue.get_nowait()) is not None:
+            work.cancel(error)
+        queue.put(None)  # the loop took the request to end: put it back
 
 
 def nothing() -> Steps:
