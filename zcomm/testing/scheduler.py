@@ -126,6 +126,11 @@ class Scheduler:
         task: Task = self._of_thread.task
         return task
 
+    @property
+    def is_inside(self) -> bool:
+        """Whether the caller is a task."""
+        return hasattr(self._of_thread, "task")
+
     def main_task(self, rank: int) -> Task:
         """The first task of ``rank``."""
         return self._mains[rank]
