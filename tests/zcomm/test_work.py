@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ import torch
 import zcomm
 from tests.ranks import run_ranks
 from zcomm import StateError, Topology
+from zcomm._transport.collective_log import CollectiveCall, CollectiveLog, TrackedWork
 from zcomm._transport.work import Steps, Work, WorkQueue, nothing, run
 
 ANY = torch.empty(0)
@@ -47,6 +49,46 @@ def _submitted(queue: WorkQueue, steps: Steps) -> Work:
     work = run(steps, ANY, async_op=True, queue=queue, num_exchanges=2)
     assert work is not None
     return work
+
+
+@pytest.mark.parametrize("kind", [zcomm.MessageError, zcomm.CommunicationError])
+def test_a_collective_that_failed_keeps_neither_its_tensors_nor_its_queue(kind: type[Exception]) -> None:
+    """The queue's thread waits for the next one with nothing of the last, and ends with its queue."""
+
+    def steps(route: SimpleNamespace, tensor: torch.Tensor) -> Steps:
+        yield None
+        raise kind(f"{route} {tensor.shape}")
+
+    route, tensor = SimpleNamespace(queue=WorkQueue()), torch.zeros(10)
+    kept, thread = (weakref.ref(route.queue), weakref.ref(tensor)), None
+    work = route.queue.submit(steps(route, tensor))
+    with pytest.raises(kind):
+        work.wait()
+    assert not route.queue.is_idle or route.queue._last is None
+    thread = route.queue._thread
+    assert thread is not None
+    del work, route, tensor
+    gc.collect()
+    thread.join(20)
+    assert not thread.is_alive()
+    assert [one() for one in kept] == [None, None]
+
+
+def test_what_waits_behind_a_lost_rank_fails_with_an_error_of_its_own() -> None:
+    queue, log, lost = WorkQueue(), list[str](), Exchange(RuntimeError("Connection closed by peer"))
+    hop_log = CollectiveLog()
+    number = hop_log.start(CollectiveCall("all_gather", 1, "cpu"))
+    works = [_submitted(queue, _steps(log, "a", TrackedWork(lost, hop_log, number, [0, 1])))]  # type: ignore[arg-type]
+    works += [_submitted(queue, _steps(log, name, Exchange())) for name in "bc"]
+    lost.ended.set()
+    errors = []
+    for work in works:
+        with pytest.raises(zcomm.CommunicationError, match="Connection closed by peer") as error:
+            work.wait()
+        errors.append(error.value)
+    assert len(set(map(id, errors))) == 3
+    assert log == ["a starts"]
+    queue.close()
 
 
 def test_one_exchange_is_started_at_once_and_finished_in_wait() -> None:

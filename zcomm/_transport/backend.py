@@ -67,15 +67,15 @@ class Hop:
     num_inter_peers: int
     backend: str = ""
     """Name of the group's backend in torch.distributed."""
-    log: CollectiveLog = field(default_factory=CollectiveLog, compare=False, repr=False)
+    log: CollectiveLog = field(default_factory=CollectiveLog, repr=False)
     """The exchanges started over this hop."""
-    nccl: NcclHop | None = field(default=None, compare=False, repr=False)
+    nccl: NcclHop | None = field(default=None, repr=False)
     """None: exchanges use the process group."""
-    paired: Hop | None = field(default=None, compare=False, repr=False)
+    paired: Hop | None = field(default=None, repr=False)
     """The other hop of a two-hop collective: its ranks also learn of damaged messages on this hop."""
     is_unordered: bool = False
     """Whether checksums are verified at once, in a thread of their own, and not in the order of the exchanges."""
-    communicators: Any = field(default=None, compare=False, repr=False)
+    communicators: Any = field(default=None, repr=False)
     """The Topology's :class:`nccl_communicators.Communicators`; None for a hop over a caller's process group."""
 
     def ranks(self) -> Ranks:
@@ -243,6 +243,8 @@ def combined(exchanges: Sequence[Pending | None]) -> Pending | None:
 
 UNEVEN = "all_to_all with split sizes"
 """The operation of :func:`exchange_parts`."""
+ONE_NUMBER = "all_gather of one number"
+"""The operation of :func:`ints_over`."""
 
 
 def exchange_parts(
@@ -315,6 +317,8 @@ def start_for_others(number: int, call: CollectiveCall, hop: Hop) -> Pending:
         assert hop.group is not None, "a rank alone exchanges nothing"
         return tagged.FIRST_RANK_EXCHANGES[call.operation](mine, rows, hop.group, tags.own)
     output = mine.new_empty(call.nbytes if call.operation == "all_to_all" else (hop.size, call.nbytes))
+    if call.operation == ONE_NUMBER:  # ranks exchange no checksums of it
+        return _unchecked(output, mine, hop, tags.own, is_gather=True)
     return _exchange(output, mine, hop, number, call, info)
 
 
@@ -403,7 +407,7 @@ def ints_over(value: int, hop: Hop) -> list[int]:
     # Three times instead of ZCOMM_CHECK's checksums, which ranks exchange only once they know that all have set it.
     mine = torch.tensor([value] * 3, dtype=torch.int64, device="cpu")
     of_ranks = mine.new_empty((hop.size, 3))
-    call = call_here("all_gather of one number", mine.nbytes, "cpu")
+    call = call_here(ONE_NUMBER, mine.nbytes, "cpu")
     number = hop.log.start(call)
     with hop.log.waiting(number, hop.group), torch._C.DisableTorchFunction():
         _unchecked(of_ranks, mine, hop, tag_of(number, call), is_gather=True).wait()

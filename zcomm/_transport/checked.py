@@ -40,7 +40,7 @@ CHECKSUM, VERDICT, PAIRED = 1, 2, 3
 """Added to the tag of an exchange, which is a multiple of 4."""
 RANK_BITS = 24
 MARK = 0x7FFF << 2 * RANK_BITS
-"""In a verdict of damage; 0 in the others. A bit that flips in a verdict changes it on no rank: most bits count."""
+"""In a verdict of damage; 0 in the others. A bit that flips here changes the verdict on no rank: most bits count."""
 
 
 @dataclass(frozen=True)

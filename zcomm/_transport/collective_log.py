@@ -31,15 +31,17 @@ REMEDY = (
     "ranks, their calls and lines"
 )
 MAX_NAMED = 16
+OWN_ERRORS = ("DefaultCPUAllocator", "can't start new thread")
+"""Texts of errors of one rank alone."""
 
 
 def as_communication_error(error: BaseException, exchange: str, members: Members) -> BaseException:
     """A CommunicationError if torch raised ``error`` for ``exchange`` among ``members``, else ``error`` itself.
 
-    Errors of this rank alone are not converted: those of zcomm, arguments, memory and CUDA.
+    Errors of this rank alone are not converted: those of zcomm, arguments, memory, threads and CUDA.
     """
     is_of_torch = type(error) is RuntimeError or isinstance(error, dist.DistError)
-    if not is_of_torch or "DefaultCPUAllocator" in str(error):
+    if not is_of_torch or any(text in str(error) for text in OWN_ERRORS):
         return error
     text = str(error).strip().partition("\n")[0].rstrip(". ") or type(error).__name__
     return CommunicationError(f"{exchange} failed{_place(members)}: {text}. {REMEDY}")
@@ -238,7 +240,7 @@ def raise_converted(error: BaseException, exchange: str, members: Members, depar
 
 
 def has_lost_a_rank(error: BaseException) -> bool:
-    """Whether ``error`` ended an exchange because a connection is lost: later ones over it fail, too."""
+    """Whether torch ended an exchange with ``error``: a connection is lost or timed out, and later ones fail, too."""
     return getattr(error, "has_lost_a_rank", False)
 
 

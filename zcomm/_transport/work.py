@@ -276,16 +276,16 @@ class WorkQueue:
 def _serve(queue: SimpleQueue[_QueuedCollective | None]) -> None:
     while (work := queue.get()) is not None:
         error = work.drive()
-        del work  # or the caller's tensors would stay alive until the next collective
         if error is not None and has_lost_a_rank(error):
             # Ranks that lost it in different exchanges would wait for each other in those that follow, and close().
             _cancel_all(queue, error)
+        del work, error  # or the caller's tensors and route would stay alive until the next collective
 
 
 def _cancel_all(queue: SimpleQueue[_QueuedCollective | None], error: BaseException) -> None:
     with suppress(Empty):
         while (work := queue.get_nowait()) is not None:
-            work.cancel(error)
+            work.cancel(type(error)(*error.args))  # one for each: an error keeps the frames in which it was raised
         queue.put(None)  # the loop took the request to end: put it back
 
 

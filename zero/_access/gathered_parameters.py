@@ -169,9 +169,14 @@ def gathered_for_generation(model: nn.Module) -> Iterator[None]:
     Args:
         model: A model whose parameters a ZeroOptimizer manages, or a part of one; at any stage.
 
+    Raises:
+        StateError: The model was built in :class:`zero.Init`, and has no ZeroOptimizer yet.
+
     Cost for each rank: one all-gather of every bucket, and the memory of the full model until the block ends.
     """
     owners = dict.fromkeys(p.zero_shard.owner for p in model.parameters() if is_managed(p))  # type: ignore[attr-defined]
+    if not all(isinstance(owner, Runtime) for owner in owners):
+        raise StateError("the model must have an optimizer: construct the ZeroOptimizer before generating")
     with GatheredParameters(model.parameters()), ExitStack() as stack:
         for owner in owners:
             stack.enter_context(owner.hooks.ignoring_inference())

@@ -7,6 +7,7 @@ zero._optim.gradient_files              a file, for states in files
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -31,12 +32,15 @@ class GradientStore(Protocol):
         """
         return None
 
+    @abstractmethod
     def add(self, mean: Tensor) -> None:
         """Add ``mean`` [n], on the device. It may be overwritten at once."""
 
+    @abstractmethod
     def values(self, *, wide: bool = False) -> Tensor:
         """The sum; ``wide``: in the dtype of sums, so that it can be edited."""
 
+    @abstractmethod
     def change(self, edit: Callable[[Tensor], object]) -> None:
         """Call ``edit`` on all that it has, in the dtype of sums."""
 
@@ -44,6 +48,7 @@ class GradientStore(Protocol):
         """Keep the sum apart if its memory is needed for local gradients; returns whether it was."""
         return False
 
+    @abstractmethod
     def clear(self) -> None:
         """Drop the sum."""
 
