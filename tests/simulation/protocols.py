@@ -27,7 +27,9 @@ NUMEL = 320
 """Of a rank's part of a collective."""
 ALONE_FAULTS = ("differs", "skips", "extra", "closes", "swaps")
 """What one rank does in place of a call of the others; afterwards all go on, if need be after they have met."""
-FAULTS = ("raises", "interrupted", "dies", "restarts", "late", "stopped", "slow", "flips", *ALONE_FAULTS)
+AT_CALL = ("raises", "late", *ALONE_FAULTS)
+"""Faults at a call; others come at an event."""
+FAULTS = ("interrupted", "dies", "restarts", "stopped", "slow", "flips", *AT_CALL)
 NUM_EVENTS = 60
 """Faults at an event come within so many."""
 
@@ -267,6 +269,5 @@ def draw(seed: int) -> Scenario:
     if kind in ALONE_FAULTS:
         watched = [number for number, call in enumerate(calls) if call in NEED_TOPOLOGY]
         return scenario.with_fault(kind, rng.randrange(world_size), rng.choice(watched)) if watched else scenario
-    at_call = kind in ("raises", "late")
-    at = rng.randrange(len(calls) + 1) if at_call else rng.randrange(NUM_EVENTS * len(calls))
+    at = rng.randrange(len(calls) + 1) if kind in AT_CALL else rng.randrange(NUM_EVENTS * len(calls))
     return scenario.with_fault(kind, rng.randrange(world_size), at)

@@ -210,11 +210,16 @@ def smaller(scenario: Scenario) -> list[Scenario]:
         fault = scenario.fault
         if fault is None or fault.rank < world_size:
             found.append(replace(scenario, world_size=world_size, ranks_per_node=1))
-    found += [
-        replace(scenario, calls=scenario.calls[:index] + scenario.calls[index + 1 :])
-        for index in range(len(scenario.calls))
-    ]
+    found += [_without(scenario, number) for number in range(len(scenario.calls))]
     return found
+
+
+def _without(scenario: Scenario, number: int) -> Scenario:
+    """``scenario`` without call ``number``; a fault at a later call stays there, one at this call goes with it."""
+    fault = scenario.fault
+    if fault is not None and fault.kind in protocols.AT_CALL and fault.at >= number:
+        fault = None if fault.at == number else replace(fault, at=fault.at - 1)
+    return replace(scenario, calls=scenario.calls[:number] + scenario.calls[number + 1 :], fault=fault)
 
 
 def minimised(scenario: Scenario, fails: Callable[[Scenario], bool]) -> Scenario:

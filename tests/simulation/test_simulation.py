@@ -114,6 +114,37 @@ def test_ranks_that_one_has_left_alone_close_at_once_and_start_again() -> None:
         assert not result.problem, f"seed {seed}: {result.problem}"
 
 
+@pytest.mark.parametrize(
+    ("per_node", "call", "kind"),
+    [(2, "any", "swaps"), (1, "broadcast", "skips"), (2, "async", "differs"), (2, "gather", "extra")],
+)
+def test_with_checksums_ranks_go_on_after_one_was_alone(per_node: int, call: str, kind: str) -> None:
+    """Found by seeds 3000202 and 3000034 with ZCOMM_CHECK=1, as every third seed has: calls of one pair number that
+    differ were not started where no rank had made them, and a broadcast waits for the verdict of all ranks."""
+    for seed in range(1, 13, 3):
+        scenario = Scenario("protocols", seed, 4, per_node, (call, "any", "gather"), fault=Fault(kind, 1, 0))
+        result = run(scenario)
+        assert not result.problem, f"{scenario}: {result.problem}"
+
+
+def test_a_report_of_a_topology_that_was_closed_since_is_no_deadlock() -> None:
+    """Found by seed 4000008: on a slow network a rank that had closed and made a topology was given up."""
+    for seed in (8, 33, 50, 56, 57, 58, 63, 72):
+        scenario = Scenario(
+            "protocols", 4000000 + seed, 3, 1, ("agree", "close", "background"), fault=Fault("slow", 0, 0)
+        )
+        result = run(scenario)
+        assert not result.problem, f"{scenario}: {result.problem}"
+
+
+def test_what_a_rank_has_started_for_others_is_complete_before_it_closes() -> None:
+    """Found by seed 3000547, with ZCOMM_CHECK=1."""
+    for seed in range(1, 31, 3):
+        scenario = Scenario("protocols", seed, 4, 2, ("companion", "part"), fault=Fault("differs", 0, 0))
+        result = run(scenario)
+        assert not result.problem, f"{scenario}: {result.problem}"
+
+
 def test_a_number_that_is_started_for_others_exchanges_no_checksums() -> None:
     """They would wait for their other half, and close the connections of the group with its timeout."""
 

@@ -47,7 +47,19 @@ class RankProgress(NamedTuple):
     def has_pair(self, call: CollectiveCall) -> bool:
         """Whether the paired exchange ``call`` was started, under whatever number."""
         mine = [one for one in self.recent if one.pair_number == call.pair_number]
-        return tag_of(0, mine[0]) == tag_of(0, call) if mine else call.pair_number <= self.num_pairs
+        return any(tag_of(0, one) == tag_of(0, call) for one in mine) if mine else call.pair_number <= self.num_pairs
+
+    @property
+    def unbroken(self) -> list[CollectiveCall]:
+        """The last calls, without those that an earlier verdict has completed."""
+        return self.recent[-(self.num_started - self.last_broken) :] if self.num_started > self.last_broken else []
+
+    @property
+    def num_forgotten_pairs(self) -> int:
+        """Paired exchanges up to this number may have been started before :attr:`recent`."""
+        if len(self.recent) < NUM_KEPT:
+            return 0
+        return min((call.pair_number for call in self.recent if call.pair_number), default=self.num_pairs + 1) - 1
 
 
 class MissingCalls(NamedTuple):
@@ -114,17 +126,18 @@ def missing_calls_of(world: Sequence[Hops]) -> dict[str, MissingCalls]:
             rows.setdefault(key, []).append(progress)
     found = {key: _missing_calls(progresses) for key, progresses in rows.items()}
     for key, progresses in rows.items():
-        # With ZCOMM_CHECK=1 a pair number must be started on the hops of all nodes, also where no rank has started it.
+        # With ZCOMM_CHECK=1 a paired call must be started on the hops of all nodes, also where no rank has started it,
+        # or another one of that pair number.
         of_kind = [progress for other in rows.values() for progress in other if progress.kind == progresses[0].kind]
-        counts = [progress.num_pairs for progress in of_kind]
-        until, calls, num_pairs = found[key].until, list(found[key].calls), max(counts)
-        recent = [call for progress in of_kind for call in progress.recent]
-        ahead = {tag_of(0, call): call for call in recent if call.pair_number > min(counts)}
-        for tag, call in ahead.items():
-            if not any(tag_of(0, one) == tag for progress in progresses for one in progress.recent):
+        until, calls = found[key].until, list(found[key].calls)
+        known = {tag_of(0, call) for progress in progresses for call in progress.recent}
+        num_forgotten = max(progress.num_forgotten_pairs for progress in progresses)
+        paired = [call for progress in of_kind for call in progress.unbroken if call.pair_number > num_forgotten]
+        for tag, call in {tag_of(0, call): call for call in paired}.items():
+            if tag not in known:
                 until += 1
                 calls.append((until, call))
-        found[key] = MissingCalls(until, calls, num_pairs)
+        found[key] = MissingCalls(until, calls, max(progress.num_pairs for progress in of_kind))
     return found
 
 

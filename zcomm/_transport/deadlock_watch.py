@@ -21,6 +21,11 @@ Invariants:
         the same number on every rank.
     D3  A hop of a closed topology is watched until every rank has closed it, if other topologies keep its process
         group: no connection is closed then that would end the waits of the others.
+    D4  A topology is closed only after what its rank has started for others is complete: with ZCOMM_CHECK=1 that sends
+        checksums and verdicts later, without which ranks that are still to wake up would wait for the timeout.
+    D5  A rank may report that it waits, then make progress and close the topology before its next sample. So a wait is
+        no proof if the rank has left the topology since, or another one has, and no longer reports the hop: all have
+        closed it, or the connections are closed, which ends the wait.
 """
 
 from __future__ import annotations
@@ -46,7 +51,14 @@ from zcomm._base.rank_context import PerRank, clock, threads
 from zcomm._transport import backend, call_context, stacks
 from zcomm._transport.backend import ALONE, Hop
 from zcomm._transport.collective_log import CollectiveCall, CollectiveLog
-from zcomm._transport.deadlock_analysis import MissingCalls, RankProgress, missing_calls_of, ranks_behind, will_end
+from zcomm._transport.deadlock_analysis import (
+    Hops,
+    MissingCalls,
+    RankProgress,
+    missing_calls_of,
+    ranks_behind,
+    will_end,
+)
 from zcomm._transport.nccl_communicators import IN_ROUTE, Communicators
 from zcomm._transport.stacks import StackFrame
 from zcomm._transport.store_exchange import prefix_of_start
@@ -157,6 +169,7 @@ logger = logging.getLogger("zcomm")
 
 PERIOD_S = 0.5
 NUM_TRIED = 3  # failures in a row before a rank stops watching
+VERDICT_S = 10.0  # at most, to carry out a verdict; it takes as long as the slowest rank's next sample
 ANSWER_S = 3.0  # the store's time to answer once an exchange has failed
 
 
@@ -188,6 +201,9 @@ class DeadlockWatch:
         """The state at the last sample, if the rank waited."""
         self.has_reported = False
         """Whether this rank has waited for two samples and reported that."""
+        self._has_ended_verdict = threads().Event()
+        """Cleared while exchanges that this rank has started for others are not complete (D4)."""
+        self._has_ended_verdict.set()
         self._store_answers = True  # until a request times out
         self._stuck_since: dict[int, tuple[list[StackFrame] | None, float]] = {}
         """Stacks of threads that may be blocked, and since when they have not changed."""
@@ -211,6 +227,7 @@ class DeadlockWatch:
             topology: One that was added.
             ended: The shared process groups that are destroyed with it: no other topology of this rank uses them.
         """
+        self._has_ended_verdict.wait(VERDICT_S)
         name = name_of(topology)
         self._leave(topology, stacks.describe(threading.get_ident(), "has closed its Topology"))
         with self._lock:
@@ -222,6 +239,7 @@ class DeadlockWatch:
 
     def end(self) -> None:
         """Publish that this process ends, for ranks that will still wait for it."""
+        self._has_ended_verdict.wait(VERDICT_S)
         for one in self._alive():
             if (topology := one()) is not None:
                 self._leave(topology, "has ended")
@@ -302,7 +320,11 @@ class DeadlockWatch:
             self._decide()
         if self._store.check([self._key("verdict")]):
             reason, missing = json.loads(self._store.get(self._key("verdict")))
-            self._break_deadlock(reason, missing, hops)
+            self._has_ended_verdict.clear()
+            try:
+                self._break_deadlock(reason, missing, hops)
+            finally:
+                self._has_ended_verdict.set()
         return True
 
     def _key(self, what: object) -> str:
@@ -386,11 +408,20 @@ class DeadlockWatch:
     def _decide(self) -> None:
         reports = [json.loads(self._store.get(self._key(rank))) for rank in range(self._world_size)]
         world = [{key: RankProgress.from_json(one) for key, one in of_rank.items()} for *_, of_rank in reports]
-        if will_end(world) or not any(progress.waits for hops in world for progress in hops.values()):
+        waits = [(rank, key, one) for rank, hops in enumerate(world) for key, one in hops.items() if one.waits]
+        if not waits or will_end(world) or any(self._is_over(world, *one) for one in waits):
             return
         compose = self.compose if all(has_noted for has_noted, *_ in reports) else _compose
         reason = compose([text for _, text, _ in reports]) + ranks_behind(world) + self._closed_alone(world)
         self._store.set(self._key("verdict"), json.dumps([reason, missing_calls_of(world)]))
+
+    def _is_over(self, world: Sequence[Hops], rank: int, key: str, progress: RankProgress) -> bool:
+        """Whether a wait that ``rank`` has reported has ended since, or ends without a verdict (D5)."""
+        if not progress.is_tagged or key == progress.kind:  # a stream of NCCL, whose waits a verdict alone ends
+            return False
+        name = progress.kind.rpartition(".")[0]
+        gone = [other for other in progress.ranks if other == rank or key not in world[other]]
+        return any(self._store.check([f"{self._prefix}/left/{name}/{other}"]) for other in gone)
 
     def _closed_alone(self, world: Sequence[Mapping[str, RankProgress]]) -> str:
         """A line for each rank that has closed a topology in which others wait."""
