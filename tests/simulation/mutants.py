@@ -100,7 +100,7 @@ MUTANTS = (
     ),
     ProtocolMutant(
         "watch: decides without asking whether the exchanges will end",
-        WATCH, "if will_end(world) or not any(", "if not any(",
+        WATCH, "if not waits or will_end(world) or any(", "if not waits or any(",
     ),
     ProtocolMutant(
         "watch: the first rank decides before all have reported",

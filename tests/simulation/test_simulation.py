@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 import zcomm
 from tests.simulation.definition import Fault, Scenario
+from tests.simulation.mutants import MUTANTS
 from tests.simulation.scenarios import draw, minimised, run
 from tests.variables import variables
 from zcomm import CommunicationError, DivergedError
@@ -327,6 +328,11 @@ def test_ranks_that_another_one_leaves_alone_end_alike(call: str) -> None:
         fault = Fault("raises", rank=1, at=at)
         result = run(Scenario("training", 1, 2, 1, (call, "step"), "stage 3", fault))
         assert not result.problem, result.problem
+
+
+def test_the_text_of_each_mutant_stands_in_its_file_once() -> None:
+    for mutant in MUTANTS:
+        assert (ROOT / mutant.file).read_text().count(mutant.old) == 1, mutant.name
 
 
 def test_a_failing_scenario_is_reduced_to_what_makes_it_fail() -> None:
