@@ -16,6 +16,7 @@ import logging
 import subprocess
 import sys
 import tempfile
+import threading
 from collections import Counter
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -104,9 +105,9 @@ def library_of_each_rank(folder: Path, world_size: int) -> Any:
 
 def _replace_waits(modules: dict[str, ModuleType]) -> None:
     """Let ``modules`` wait on the clock of the rank that calls this."""
-    real, time = __import__("threading"), clock()
+    time = clock()
     fakes = {name: getattr(threads(), name) for name in ("Thread", "Event", "Lock", "RLock", "SimpleQueue")}
-    own = SimpleNamespace(**{**vars(real), **fakes, "main_thread": threads().main_thread})
+    own = SimpleNamespace(**{**vars(threading), **fakes, "main_thread": threads().main_thread})
     for module in modules.values():
         for name, value in {**fakes, "threading": own, "time": time, "ThreadPoolExecutor": threads().Executor}.items():
             if name in vars(module):

@@ -31,7 +31,7 @@ AT_CALL = ("raises", "late", *ALONE_FAULTS)
 """Faults at a call; others come at an event."""
 FAULTS = ("interrupted", "dies", "restarts", "stopped", "slow", "flips", *AT_CALL)
 NUM_EVENTS = 60
-"""Faults at an event come within so many."""
+"""A fault at an event comes within so many for each call."""
 
 
 def point(scenario: Scenario, rank: int, number: int) -> None:

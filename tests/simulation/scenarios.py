@@ -7,8 +7,8 @@ Properties, after every run:
     P2  All live ranks end alike: with results, or all with an error of the library.
     P3  Without an error, results are those that another order of events gives: the same losses and parameters, bit by
         bit, and the same parameters on every rank; in exact modes those of plain training. Results of protocols are
-        known. A fault that can be survived, is:
-        messages that take long, a rank that is stopped for less than the timeout, a job that starts again, and P4.
+        known. Ranks survive messages that take long, a rank that is stopped for less than the timeout, a job that
+        starts again, and a call of one rank alone (P4).
     P4  Where one rank makes another call than the others, every rank that waits gets a DivergedError, and what they
         call next works.
     P5  Of what is left on a disk that lost its power, or of a job that lost a rank, the last checkpoint that every rank

@@ -146,10 +146,10 @@ def skip(topology: Watchable, numbers: Mapping[str, int]) -> None:
 def hops_of(topology: Watchable) -> Iterator[Watched]:
     """The hops of ``topology`` that have several ranks."""
     t, seen = topology, set[int]()
-    on_host: Hop = vars(t).get("on_host", ALONE)
-    of_background = getattr(vars(t).get("background"), "hop", ALONE)
-    pairs = (("", t.world, ALONE), ("intra", t.intra, t.inter), ("inter", t.inter, t.intra), ("host", on_host, ALONE))
-    for kind, hop, paired in (*pairs, ("background", of_background, ALONE)):
+    # Hops on the host and of the background thread are made at their first use.
+    host, background = vars(t).get("on_host", ALONE), getattr(vars(t).get("background"), "hop", ALONE)
+    pairs = (("", t.world, ALONE), ("intra", t.intra, t.inter), ("inter", t.inter, t.intra))
+    for kind, hop, paired in (*pairs, ("host", host, ALONE), ("background", background, ALONE)):
         if hop.group is not None and id(hop.log) not in seen and is_open(hop.group):
             seen.add(id(hop.log))
             ranks = ranks_of(hop.group)
@@ -169,7 +169,7 @@ logger = logging.getLogger("zcomm")
 
 PERIOD_S = 0.5
 NUM_TRIED = 3  # failures in a row before a rank stops watching
-VERDICT_S = 10.0  # at most, to carry out a verdict; it takes as long as the slowest rank's next sample
+VERDICT_S = 20 * PERIOD_S  # at most, to carry out a verdict: every rank's next sample comes after 4 periods at most
 ANSWER_S = 3.0  # the store's time to answer once an exchange has failed
 
 
