@@ -37,6 +37,7 @@ def _planners() -> list[weakref.ref[UnitPlanner]]:
 
 
 def _check_uninstall(rank: int) -> None:
+    gc.disable()  # what is freed below must not wait for the collector; nor must what the refused call has seen
     plain, other = sharded(mlp()), sharded(mlp())
     of_other_tests = _planners()
     state = copy.deepcopy(other.state_dict())
@@ -49,7 +50,6 @@ def _check_uninstall(rank: int) -> None:
         other(batch(rank, 0))  # the root's parameters stay whole, as decoded
     planners = [planner for planner in _planners() if planner not in of_other_tests]
     assert planners
-    gc.disable()
     installed.uninstall()
     installed.uninstall()
     del installed

@@ -12,7 +12,7 @@ a collective, so a rank that is elsewhere is not disturbed.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import fields
 from datetime import timedelta
@@ -98,18 +98,37 @@ def agree(call: str, settings: Settings, groups: Iterable[dist.ProcessGroup], ch
         result = check()
     except Exception as error:
         failure = error
-    error_text = None if failure is None else [type(failure).__name__, str(failure)]
+    try:
+        failure = _error_of_all(call, settings, list(groups), failure)
+        if failure is not None:
+            raise failure
+    finally:
+        del failure  # it refers to this frame: in a cycle with it, the model would stay until the collector runs
+    return result  # type: ignore[return-value]
+
+
+def _error_of_all(
+    call: str, settings: Settings, groups: list[dist.ProcessGroup], mine: Exception | None
+) -> Exception | None:
+    """Exchange the settings and this rank's error ``mine``; return the error that every rank raises, if any."""
+    error_text = None if mine is None else [type(mine).__name__, str(mine)]
     statements: Statements = {json.dumps([settings, error_text], sort_keys=True): [dist.get_rank()]}
     try:
-        statements = _exchanged(call, statements, list(groups))
+        statements = _exchanged(call, statements, groups)
     except CommunicationError:
-        if failure is None:
+        if mine is None:
             raise
-        raise failure from None
+        return mine
     if differing := _differing(statements):
-        raise ConfigError(f"{call} must get the same settings on every rank: {'; '.join(differing)}") from failure
-    _raise_failures(call, statements, failure)
-    return result  # type: ignore[return-value]
+        error: Exception = ConfigError(f"{call} must get the same settings on every rank: {'; '.join(differing)}")
+    elif failures := sorted((ranks, *told) for text, ranks in statements.items() if (told := json.loads(text)[1])):
+        if mine is not None and len(statements) == 1:
+            return mine
+        error = _failure_of_some(call, failures)
+    else:
+        return None
+    error.__cause__ = mine
+    return error
 
 
 def _exchanged(call: str, statements: Statements, groups: list[dist.ProcessGroup]) -> Statements:
@@ -136,20 +155,15 @@ def _merged(texts: Iterable[str]) -> Statements:
     return {statement: sorted(merged[statement]) for statement in sorted(merged)}
 
 
-def _raise_failures(call: str, statements: Statements, mine: Exception | None) -> None:
-    """Raise the same error on every rank if any rank has one; if all have the same, this rank's own."""
-    failures = sorted((ranks, *error) for statement, ranks in statements.items() if (error := json.loads(statement)[1]))
-    if not failures:
-        return
-    if mine is not None and len(statements) == 1:
-        raise mine
+def _failure_of_some(call: str, failures: Sequence[tuple[list[int], str, str]]) -> ZcommError:
+    """One error for ``failures``: ranks, class and text of each."""
     parts = [f"on {_ranks_text(ranks)}: {text}" for ranks, _, text in failures[:MAX_REPORTED]]
     if len(failures) > MAX_REPORTED:
         others = [rank for ranks, *_ in failures[MAX_REPORTED:] for rank in ranks]
         parts.append(f"and others on {_ranks_text(others)}")
     kind = getattr(errors, failures[0][1], ConfigError)
     assert issubclass(kind, ZcommError), f"an error of this library: {kind}"
-    raise kind(f"{call} fails {'; '.join(parts)}") from mine
+    return kind(f"{call} fails {'; '.join(parts)}")
 
 
 def _ranks_text(ranks: Iterable[int]) -> str:

@@ -49,7 +49,10 @@ def on_every_rank(call: Callable[[], Result], ranks: Topology | dist.ProcessGrou
             return result
         texts = control.gather_texts(mine, ranks)
     if failure is not None:
-        raise _mark_agreed(failure)
+        try:
+            raise _mark_agreed(failure)
+        finally:
+            del failure  # it refers to this frame: in a cycle with it, all frames' tensors would stay for the collector
     for rank, text in enumerate(texts):
         kind, _, reason = text.partition("\n")
         if kind:
