@@ -10,14 +10,16 @@ from __future__ import annotations
 from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from zcomm import StateError
 from zero import _checkpoint as checkpoints
-from zero._config import BatchSizes, Config
+from zero._config import BatchSizes, Config, Configuration, read_source
+from zero._config.parse import Source
 from zero._config.resolved import to_dtype
 from zero._ranks.distributed import RankDataLoader
 from zero.offload import offload_states, reload_states
@@ -37,16 +39,24 @@ class BatchInfo(NamedTuple):
     gradient_accumulation_steps: int
 
 
-class Engine:
-    """Created by :func:`zero.initialize`. Attributes that it lacks are the model's (``engine.parameters()``).
+class Engine(nn.Module):
+    """Created by :func:`zero.initialize`. Attributes that it lacks are the model's (``engine.generate()``).
 
-    With plain ``loss.backward()`` instead of ``engine.backward(loss)``, divide by the accumulation steps yourself, and
-    under fp16 call ``engine.scale(loss / steps).backward()``: unlike DeepSpeed's, neither divides.
+    ``state_dict()`` and ``load_state_dict()`` are the model's. Like those of DistributedDataParallel,
+    ``named_parameters()`` has ``module.`` in front of each name.
+
+    With plain ``loss.backward()`` (under fp16: ``engine.scale(loss).backward()``) instead of ``engine.backward(loss)``
+    the gradients, and not the loss, are divided by the accumulation steps.
     """
+
+    optimizer_class: ClassVar[type[ZeroOptimizer]] = ZeroOptimizer
+    module: nn.Module
 
     def __init__(
         self, module: nn.Module, optimizer: ZeroOptimizer, *, lr_scheduler: Any, config: Config, batch_sizes: BatchSizes
     ) -> None:
+        super().__init__()
+        self.training = module.training
         self.module = module
         self.optimizer = optimizer
         self.lr_scheduler = lr_scheduler
@@ -61,21 +71,37 @@ class Engine:
         self._boundary: bool | None = None if config.managed_gradient_accumulation else True
         self._reports = Reports(optimizer, config, next(module.parameters()).device)
         optimizer.computes_grad_norm = config.zero_optimization.compute_grad_norm
+        self._was_step_applied = False
+        self._scale_gradients()
         self._mark_boundary()
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    @staticmethod
+    def read_config(source: Source) -> Configuration:
+        """Read the configuration that :func:`zero.initialize` got, a dict or the path of a file."""
+        return read_source(source)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward."""
         with self._reports.around("forward"), self._autocast():
             if self._config.fp16.enabled and self._config.fp16.auto_cast:
                 args, kwargs = tree_map_only(Tensor, lambda t: t.half() if t.is_floating_point() else t, (args, kwargs))
             return self.module(*args, **kwargs)
 
-    forward = __call__
-
     def __getattr__(self, name: str) -> Any:
-        if name == "module":  # not set yet: the constructor failed
-            raise AttributeError(name)
-        return getattr(self.module, name)
+        own = self.__dict__.get("_modules", {})
+        if name in own:
+            return own[name]
+        if "module" in own and hasattr(own["module"], name):
+            return getattr(own["module"], name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}, nor has its model")
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's, without ``module.`` in front of its names."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Load a :meth:`state_dict`."""
+        return self.module.load_state_dict(*args, **kwargs)
 
     def _autocast(self) -> AbstractContextManager[Any]:
         chosen = self._config.torch_autocast
@@ -90,15 +116,6 @@ class Engine:
         """Where the parameters are."""
         return next(self.module.parameters()).device
 
-    def train(self, mode: bool = True) -> Engine:  # noqa: FBT001  (torch's signature)
-        """Set the model to training mode."""
-        self.module.train(mode)
-        return self
-
-    def eval(self) -> Engine:
-        """Set the model to evaluation mode."""
-        return self.train(mode=False)
-
     def scale(self, loss: Tensor) -> Tensor:
         """``loss`` times the loss scale, for ``engine.scale(loss).backward()``."""
         return self.optimizer.scale(loss)
@@ -110,10 +127,23 @@ class Engine:
             ``loss``, divided by the accumulation steps in the same way.
         """
         with self._reports.around("backward"):
+            if not loss.requires_grad:
+                raise StateError(
+                    "the loss must depend on trainable parameters: initialize() without an optimizer freezes them all"
+                )
             if scale_wrt_gas and self._config.managed_gradient_accumulation:
                 loss = loss / self.gradient_accumulation_steps()
-            self.optimizer.scale(loss).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+            self.optimizer.parts.runtime.reducer.factor = 1.0
+            try:
+                self.optimizer.scale(loss).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+            finally:
+                self._scale_gradients()
             return loss
+
+    def _scale_gradients(self) -> None:
+        """Divide the gradients of backwards that a user calls by the accumulation steps."""
+        is_managed = self._config.managed_gradient_accumulation
+        self.optimizer.parts.runtime.reducer.factor = 1 / self.gradient_accumulation_steps() if is_managed else 1.0
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """At the accumulation boundary: clip, update, clear the gradients, advance the schedule. Otherwise only count.
@@ -121,13 +151,14 @@ class Engine:
         If gradients overflowed on any rank, nothing is updated and the schedule does not advance. A step that raises is
         not counted.
         """
-        is_boundary = self.is_gradient_accumulation_boundary()
-        if is_boundary:
+        self._was_step_applied = False
+        if self.is_gradient_accumulation_boundary():
             with self._reports.around("step"):
                 self.optimizer.step()
                 self.optimizer.zero_grad()
             self.global_steps += 1
-            if not self.optimizer.was_step_applied:
+            self._was_step_applied = self.optimizer.was_step_applied
+            if not self._was_step_applied:
                 self.skipped_steps += 1
             elif self.lr_scheduler is not None:
                 self.lr_scheduler.step(**(lr_kwargs or {}))
@@ -137,10 +168,10 @@ class Engine:
         self._mark_boundary()
 
     def was_step_applied(self) -> bool:
-        """Whether the last boundary updated the parameters."""
-        return self.optimizer.was_step_applied
+        """Whether the last call of :meth:`step` updated the parameters: it was at a boundary, and was not skipped."""
+        return self._was_step_applied
 
-    def zero_grad(self) -> None:
+    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002, FBT001  (torch's signature)
         """Drop the gradients."""
         self.optimizer.zero_grad()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from zcomm import ConfigError, StateError
 from zero._access.gathered_parameters import GatheredParameters
-from zero._config import BatchSizes, Configuration, check_available, explain, read_source, solve_batch_sizes
+from zero._config import BatchSizes, Configuration, NotAvailableError, check_available, explain, solve_batch_sizes
 from zero._config.offload_sections import tiers_of
 from zero._config.parse import Source
 from zero._model.cast import move
@@ -46,18 +46,23 @@ def initialize(
     args: Any = None,
     model: nn.Module | None = None,
     optimizer: Optimizer | Callable[[Any], Optimizer] | None = None,
-    *,
     model_parameters: Any = None,
     training_data: Any = None,
     lr_scheduler: Any = None,
     distributed_port: int = 29500,
     mpu: Any = None,
-    dist_init_required: bool | None = None,
+    dist_init_required: bool | None = None,  # noqa: FBT001  (DeepSpeed's signature)
     collate_fn: Callable[[list[Any]], Any] | None = None,
     config: Source | None = None,
+    mesh_param: Sequence[int] | None = None,
     config_params: Source | None = None,
+    *,
+    engine_class: type[Engine] = Engine,
 ) -> Initialized:
     """Prepare a model for training under a DeepSpeed configuration. Collective.
+
+    Without an optimizer, here and in the configuration, the model is prepared for evaluation: all its parameters are
+    frozen, and no master, gradient or optimizer state is held.
 
     Args:
         args: Parsed arguments; ``args.deepspeed_config`` is the configuration if ``config`` is not given.
@@ -72,7 +77,9 @@ def initialize(
         dist_init_required: False: torch.distributed must be initialized already. Default: initialize it if needed.
         collate_fn: The dataloader's.
         config: A dict, or the path of a JSON file.
+        mesh_param: The numbers of data-parallel and of sequence-parallel ranks; the second must be 1.
         config_params: The old name of ``config``.
+        engine_class: The class of the engine.
 
     Raises:
         NotAvailableError: The configuration asks for something that this version does not support; names the keys.
@@ -85,7 +92,9 @@ def initialize(
     ranks = data_parallel(mpu)
 
     def prepare() -> tuple[nn.Module, Configuration, BatchSizes, RankDataLoader | None, Optimizer]:
-        configuration = _find_configuration(args, config, config_params)
+        configuration = engine_class.read_config(_find_source(args, config, config_params))
+        _check_configuration(configuration)
+        _check_mesh(mesh_param, ranks.world_size)
         sizes = solve_batch_sizes(configuration.values, ranks.world_size)
         data = _new_dataloader(training_data, ranks, sizes, configuration, collate_fn)
         if not isinstance(model, nn.Module):
@@ -95,9 +104,9 @@ def initialize(
         return model, configuration, sizes, data, _choose_optimizer(optimizer, model, model_parameters, configuration)
 
     model, configuration, batch_sizes, loader, chosen = on_every_rank(prepare, ranks.group)
-    wrapped = ZeroOptimizer(model, chosen, config=configuration, group=ranks)
+    wrapped = engine_class.optimizer_class(model, chosen, config=configuration, group=ranks)
     scheduler = _choose_scheduler(lr_scheduler, model, wrapped, configuration)
-    engine = Engine(model, wrapped, lr_scheduler=scheduler, config=configuration.values, batch_sizes=batch_sizes)
+    engine = engine_class(model, wrapped, lr_scheduler=scheduler, config=configuration.values, batch_sizes=batch_sizes)
     engine.training_dataloader = loader
     if ranks.rank == ranks.model_parallel.rank == 0:
         _announce(configuration, batch_sizes, ranks)
@@ -112,18 +121,30 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     return parser
 
 
-def _find_configuration(args: Any, config: Source | None, config_params: Source | None) -> Configuration:
+def _find_source(args: Any, config: Source | None, config_params: Source | None) -> Source:
     from_args = getattr(args, "deepspeed_config", None)
     given = [source for source in (config, config_params, from_args) if source is not None]
     if not given:
         raise ConfigError("a configuration must be given: config=, or --deepspeed_config in args")
     if len(given) > 1 and any(source != given[0] for source in given):
         raise ConfigError("only one configuration may be given: config=, config_params= or --deepspeed_config in args")
-    configuration = read_source(given[0])
+    return given[0]
+
+
+def _check_configuration(configuration: Configuration) -> None:
     check_available(configuration)
     if configuration.values.log_level is not None:
         logger.setLevel(configuration.values.log_level.upper())
-    return configuration
+
+
+def _check_mesh(mesh_param: Sequence[int] | None, world_size: int) -> None:
+    if mesh_param is None:
+        return
+    data, *others = mesh_param
+    if any(size != 1 for size in others):
+        raise NotAvailableError(f"sequence parallelism is not available: mesh_param={tuple(mesh_param)}; pass mpu=")
+    if data != world_size:
+        raise ConfigError(f"mesh_param[0] must be the number of ranks: {data}, not {world_size}")
 
 
 def _announce(configuration: Configuration, batch_sizes: BatchSizes, ranks: DataParallel) -> None:
@@ -143,7 +164,8 @@ def _choose_optimizer(given: Any, model: nn.Module, parameters: Any, configurati
         parameters = list(parameters)
     if given is None:
         if choice.type is None:
-            raise ConfigError("an optimizer must be given: optimizer=, or 'optimizer' in the configuration")
+            model.requires_grad_(requires_grad=False)
+            return torch.optim.SGD([{"params": []}], lr=0.0)
         values = configuration.values
         states = tiers_of(values, stage=values.zero_optimization.stage).states
         on_host = states.tier is not Tier.DEVICE and (states.ratio == 1 or not torch.cuda.is_available())

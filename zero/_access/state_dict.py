@@ -19,12 +19,10 @@ ignored, and may be the empty ones that they saved. ``assign=True`` copies, too:
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -38,7 +36,7 @@ from zero._runtime.runtime import Runtime
 from zero._runtime.shard_state import TORCHS_HELPERS
 from zero._sharding.bucket import Bucket, num_writes
 from zero._sharding.buffer_pool import storage_of
-from zero._sharding.released import is_released, not_picklable
+from zero._sharding.released import is_released, not_picklable, running, stack
 
 logger = logging.getLogger("zero")
 LOADING = "model.load_state_dict()"
@@ -116,7 +114,7 @@ class StateDicts:
         saving, loading = self._saving, self._loading
         if name == "detach" and saving is not None and self._running(nn.Module.state_dict):
             return param if param in saving.left_out else saving.values.get(param)
-        if name == "copy_" and loading is not None and args[0] is param and _running(nn.Module.load_state_dict):
+        if name == "copy_" and loading is not None and args[0] is param and running(nn.Module.load_state_dict):
             if args[1] is not param:
                 loading.sources[param] = args[1]
             return param
@@ -136,7 +134,7 @@ class StateDicts:
         return self._runtime
 
     def _running(self, method: Any) -> list[nn.Module]:
-        return [module for module in _running(method) if module in self._replace_ids]
+        return [module for module in running(method) if module in self._replace_ids]
 
     def _before_save(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:  # noqa: ARG002, FBT001
         if module not in self._replace_ids:
@@ -305,24 +303,9 @@ class StateDicts:
                     loading.errors.append(f"parameter {name!r} could not be copied: {error}")
 
 
-def _stack() -> Iterator[FrameType]:
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
-def _running(method: Any) -> list[Any]:
-    """The objects whose ``method`` is on the stack, innermost first.
-
-    A flag set by hooks would stay set after a call that raised, because torch calls no hook then.
-    """
-    return [frame.f_locals.get("self") for frame in _stack() if frame.f_code is method.__code__]
-
-
 def _check_helpers() -> None:
     """Raise if torch's get_model_state_dict is called with options that make it fail on ranks that get no values."""
-    for frame in _stack():
+    for frame in stack():
         options = frame.f_locals.get("info") if frame.f_globals.get("__name__") == TORCHS_HELPERS else None
         if options is not None and (
             not (options.full_state_dict and options.cpu_offload) or options.ignore_frozen_params

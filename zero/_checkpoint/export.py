@@ -1,4 +1,4 @@
-"""Export the weights of a checkpoint as safetensors, in one process that never holds more than one chunk."""
+"""The weights of a checkpoint, in one process: as safetensors, a chunk at a time, or as a state dict."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from operator import index as index_of
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from zero._checkpoint.dcp import read_chunk
 from zero._checkpoint.durability import METADATA, check_tag, read_latest, tags_in
@@ -61,6 +62,46 @@ def export_checkpoint(
         return writer.finish()
     finally:
         writer.discard()
+
+
+def read_weights(
+    checkpoint: str | Path,
+    *,
+    tag: str | None = None,
+    dtype: torch.dtype | None = None,
+    exclude_frozen_parameters: bool = False,
+) -> dict[str, Tensor]:
+    """The weights and buffers of a checkpoint, in host memory; tied weights under each of their names.
+
+    Args:
+        checkpoint: The folder that checkpoints were saved to, or that of one checkpoint.
+        tag: The name of the checkpoint. Default: what ``latest`` names.
+        dtype: The dtype of floating-point tensors. Default: that of the model; masters are rounded to it once.
+        exclude_frozen_parameters: Leave out parameters that were not trained.
+
+    Raises:
+        CheckpointError: There is no such checkpoint, or it is damaged.
+    """
+    index = read_index(_folder(Path(checkpoint), tag))
+    try:
+        index = part_of(index, None)
+        described = index.content["parameters"]
+        left_out = {name for name, one in described.items() if exclude_frozen_parameters and not one["is_trainable"]}
+        wanted = {name: one for name, one in _wanted(index, dtype).items() if name not in left_out}
+        others = {name: list(one["aliases"]) for name, one in described.items()}
+    except UNREADABLE as error:
+        raise CheckpointError(f"the metadata of {index.folder} cannot be read: {error!r}") from error
+    weights: dict[str, Tensor] = {}
+    for name, (key, to_dtype, shape) in wanted.items():
+        stored = index.tensors.get(key)
+        chunks = (
+            []
+            if stored is None
+            else [read_chunk(index.folder, key, chunk, stored.dtype).to(to_dtype) for chunk in stored.chunks]
+        )
+        values = torch.cat(chunks).view(shape) if chunks else torch.empty(shape, dtype=to_dtype)
+        weights |= dict.fromkeys([name, *others.get(name, ())], values)
+    return weights
 
 
 def _folder(checkpoint: Path, tag: str | None) -> Path:

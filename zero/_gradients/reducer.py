@@ -129,6 +129,8 @@ class Reducer(RuntimePart):
         )
         self.consumer = GradientConsumer()
         """Uses the reduced gradients: set once, by the optimizer that is made after this."""
+        self.factor = 1.0
+        """Multiplies the gradients that backwards compute."""
         self.has_cleared = False
         """Whether a user has cleared a gradient since the last reduction."""
 
@@ -175,6 +177,8 @@ class Reducer(RuntimePart):
             return
         if grad.layout is not torch.strided:
             raise not_dense(grad, grads.bucket.layout.slots[slot].name)
+        if self.factor != 1:
+            grad = grad * self.factor
         if grads.num_in_flight and not self._stage.shards_gradients:
             # The exchange in flight reads the buffer, so adding to it would send a mix. Waiting for it could deadlock:
             # another rank may join it only at the end of its backward (G3).

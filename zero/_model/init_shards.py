@@ -20,6 +20,7 @@ import gc
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +34,7 @@ from zero._ranks.rank_errors import on_every_rank
 from zero._sharding.bucket import Bucket, BucketState, Hold, ShardInfo, is_managed
 from zero._sharding.buffer_pool import storage_of
 from zero._sharding.layout import BucketLayout
-from zero._sharding.released import make_released, nan_filled
+from zero._sharding.released import make_released, nan_filled, running
 from zero._sharding.units import by_kind
 from zero._storage.file_shard import FileShard
 from zero._storage.parameter_storage import InitFiles
@@ -50,6 +51,19 @@ def is_built(param: nn.Parameter) -> bool:
     return construction_of(param) is not None
 
 
+class ShapesOnly:
+    """Entries of ``state_dict()`` for parameters of which this rank has a shard: names, shapes and dtypes, on meta.
+
+    transformers' ``from_pretrained`` compares them with a checkpoint before it reads it.
+    """
+
+    def answer(self, param: nn.Parameter, name: str, args: Any) -> Tensor | None:  # noqa: ARG002
+        """A tensor without memory where torch's state dict code takes the values of ``param``."""
+        if name != "detach" or construction_of(param) is None or not running(nn.Module.state_dict):
+            return None
+        return torch.empty(param.shape, dtype=param.dtype, device="meta")
+
+
 class BuiltParameters:
     """The parameters that were built within one ``zero.Init``.
 
@@ -64,6 +78,7 @@ class BuiltParameters:
         self, topology: Topology, *, device: torch.device, dtype: torch.dtype | None, files: InitFiles | None = None
     ) -> None:
         self.topology, self.device, self.dtype, self._files = topology, device, dtype, files
+        self.state_dicts = ShapesOnly()
         self.is_closed = False
         self.is_building = False
         """Whether constructors may be running, in which a parameter is gathered when it is used."""

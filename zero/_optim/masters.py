@@ -89,7 +89,8 @@ def as_groups(model: nn.Module, optimizer: type[Optimizer] | Optimizer) -> list[
     """The user's parameter groups, checked against the model."""
     named = dict(model.named_parameters(remove_duplicate=False))
     trainable = {p: name for name, p in named.items() if p.requires_grad}
-    if not trainable:
+    updates_nothing = isinstance(optimizer, Optimizer) and not any(group["params"] for group in optimizer.param_groups)
+    if not (trainable or updates_nothing):
         raise ConfigError(
             f"the model must have a parameter with requires_grad=True: {type(model).__name__} has "
             f"{len(set(named.values()))} parameters, none of them trainable"

@@ -11,9 +11,11 @@ a parameter that has changed since.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import cache
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -67,6 +69,22 @@ class StateDictHooks(Protocol):
 
         Every rank calls it.
         """
+
+
+def stack() -> Iterator[FrameType]:
+    """The running frames, innermost first."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def running(method: Any) -> list[Any]:
+    """The objects whose ``method`` is on the stack, innermost first.
+
+    A flag set by hooks would stay set after a call that raised, because torch calls no hook then.
+    """
+    return [frame.f_locals.get("self") for frame in stack() if frame.f_code is method.__code__]
 
 
 Refusal = Callable[[Callable[..., Any], Sequence[Any], dict[str, Any]], Any]

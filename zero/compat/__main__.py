@@ -1,0 +1,30 @@
+"""``python -m zero.compat script.py ARGS`` and ``python -m zero.compat -m package ARGS``."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+
+from zero.compat.door import as_deepspeed
+
+
+def main() -> int:
+    """Run what the command line names, as ``python`` would; returns 2 if it names nothing."""
+    given = sys.argv[1:]
+    is_module = given[:1] == ["-m"]
+    if len(given) < 1 + is_module:
+        sys.stderr.write("usage: python -m zero.compat [-m module | script.py] ARGS\n")
+        return 2
+    as_deepspeed()
+    sys.argv = given[is_module:]
+    if is_module:
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.path[0] = str(Path(sys.argv[0]).resolve().parent)  # as python does: it was the current folder
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

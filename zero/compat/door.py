@@ -1,0 +1,160 @@
+"""Opens the door: makes ``import deepspeed`` in this process give the names of :mod:`zero.compat.names`."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.metadata
+import importlib.util
+import logging
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from zcomm import StateError
+from zero._config import NotAvailableError
+from zero.compat import parameters
+from zero.compat.names import ABSENT_NAMES, ABSENT_PACKAGES, FALLBACKS, INTERFACE, MODULES, NAMES
+
+logger = logging.getLogger("zero")
+PACKAGE = "deepspeed"
+VERSION = f"{INTERFACE}+zcomm.zero"
+"""What ``deepspeed.__version__`` is: the version whose interface this follows, marked as not DeepSpeed's."""
+METADATA = (
+    f"Metadata-Version: 2.1\nName: {PACKAGE}\nVersion: {VERSION}\n"
+    "Summary: names of DeepSpeed, provided by zcomm-zero for this process (zero.compat)\n"
+)
+
+
+def as_deepspeed() -> None:
+    """Make ``deepspeed`` mean this library, in this process. A second call does nothing.
+
+    Raises:
+        StateError: A real DeepSpeed has been imported already.
+    """
+    if any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        return
+    if PACKAGE in sys.modules:
+        raise StateError(
+            f"{PACKAGE} has been imported already, from {getattr(sys.modules[PACKAGE], '__file__', None)}: call "
+            "zero.compat.as_deepspeed() before, or run the script by python -m zero.compat"
+        )
+    sys.meta_path.insert(0, _Finder())
+    parameters.add_attributes()
+    if os.environ.get("RANK", "0") == "0":
+        logger.info(
+            "zero.compat: in this process `import deepspeed` gives zcomm-zero's names, and no code of DeepSpeed"
+        )
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds ``deepspeed``, its submodules, and its version."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        if name != PACKAGE and not name.startswith(PACKAGE + "."):
+            return None
+        own = name[len(PACKAGE) + 1 :]
+        if own not in MODULES:
+            # Without a name in the error Python passes it on from `from deepspeed import X`, with its text.
+            raise ModuleNotFoundError(_absent(own))
+        spec = importlib.machinery.ModuleSpec(name, _Loader(own), origin=__file__, is_package=True)
+        spec.has_location = True
+        return spec
+
+    def find_distributions(
+        self, context: importlib.metadata.DistributionFinder.Context | None = None
+    ) -> Iterator[importlib.metadata.Distribution]:
+        """Answer ``importlib.metadata``: front ends look for a distribution before they import it."""
+        if context is None or context.name in (None, PACKAGE):
+            yield _Distribution()
+
+
+class _Loader(importlib.abc.Loader):
+    def __init__(self, own: str) -> None:
+        self._own = own
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        return CompatModule(spec.name, self._own)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Nothing is to be executed: names are looked up when they are used."""
+
+
+class CompatModule(ModuleType):
+    """A module ``deepspeed.X``. Its names are imported when they are first used."""
+
+    def __init__(self, name: str, own: str) -> None:
+        super().__init__(name, f"Names of DeepSpeed's module {name}, provided by zcomm-zero.")
+        self._own = own
+
+    def __getattr__(self, name: str) -> Any:
+        own = self.__dict__.get("_own", "")
+        path = f"{own}.{name}" if own else name
+        if name.startswith("__") and name != "__version__":
+            raise AttributeError(name)
+        value = self._find(path, name, own)
+        setattr(self, name, value)
+        return value
+
+    def _find(self, path: str, name: str, own: str) -> Any:
+        if path == "__version__":
+            return VERSION
+        for target, names in NAMES.get(own, {}).items():
+            if name in names.split():
+                return getattr(importlib.import_module(target), name)
+        if path in MODULES:
+            return importlib.import_module(f"{PACKAGE}.{path}")
+        for target in FALLBACKS.get(own, ()):
+            module = importlib.import_module(target)
+            if hasattr(module, name):
+                return getattr(module, name)
+        if path in ABSENT_NAMES:
+            return _placeholder(path)
+        raise AttributeError(_absent(path))
+
+    def __dir__(self) -> list[str]:
+        listed = [name for names in NAMES.get(self._own, {}).values() for name in names.split()]
+        return sorted({*super().__dir__(), *listed})
+
+
+def _absent(path: str) -> str:
+    """The text about a name that does not exist here."""
+    parts, remedies = path.split("."), ABSENT_PACKAGES | ABSENT_NAMES
+    for count in range(len(parts), 0, -1):
+        if remedy := remedies.get(".".join(parts[:count])):
+            return f"{PACKAGE}.{path} is not available in zcomm-zero, which answers for {PACKAGE} here: {remedy}"
+    return (
+        f"{PACKAGE}.{path} is not a name that zcomm-zero provides (zero.compat answers for {PACKAGE} in this process): "
+        "zero/compat/names.py lists them; run the script without zero.compat to use an installed DeepSpeed"
+    )
+
+
+def _placeholder(path: str) -> type:
+    """A class in place of one that does not exist here: it may be imported and be an isinstance's, not be used."""
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise NotAvailableError(_absent(path))
+
+    return type(path.rpartition(".")[2], (), {"__new__": refuse, "__init_subclass__": classmethod(refuse)})
+
+
+class _Distribution(importlib.metadata.Distribution):
+    def read_text(self, filename: str) -> str | None:
+        return {"METADATA": METADATA, "top_level.txt": PACKAGE}.get(filename)
+
+    def locate_file(self, path: Any) -> Path:
+        return Path(__file__).parent / str(path)
+
+
+def installed_version() -> str | None:
+    """The version of a DeepSpeed that is installed in this environment, whether or not the door is open."""
+    found: Sequence[Any] = list(
+        importlib.metadata.MetadataPathFinder.find_distributions(
+            importlib.metadata.DistributionFinder.Context(name=PACKAGE)
+        )
+    )
+    return found[0].version if found else None

@@ -1,0 +1,442 @@
+"""``deepspeed.initialize`` and its engine: DeepSpeed's defaults, and methods that only its scripts call."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import zero
+from zcomm import ConfigError
+from zero._checkpoint.export import read_weights
+from zero._config import read_source
+from zero._config.parse import Configuration, Source, read_file
+from zero._config.resolved import to_dtype
+from zero._ranks.distributed import DataParallel, RankDataLoader
+from zero.compat import comm
+from zero.initialize import Initialized
+
+DeepSpeedConfigError = ConfigError
+GRADIENT_CLIPPING = 1.0
+PERSISTENCE_THRESHOLD = 100_000
+"""DeepSpeed's defaults, which scripts rely on: small parameters can be read outside of forward at stage 3."""
+
+
+def with_defaults(config: Source) -> dict[str, Any]:
+    """``config``, a dict or the path of a JSON file, with the defaults of DeepSpeed that differ from this library's."""
+    if not isinstance(config, (Mapping, str, os.PathLike)):
+        raise ConfigError(f"config must be a dict or the path of a JSON file: got {type(config).__name__}")
+    given = dict(config) if isinstance(config, Mapping) else read_file(Path(config))
+    given.setdefault("gradient_clipping", GRADIENT_CLIPPING)
+    section = given.get("zero_optimization")
+    if isinstance(section, Mapping):
+        names = ("stage3_param_persistence_threshold", "param_persistence_threshold")
+        if not any(name in section for name in names):
+            given["zero_optimization"] = {**section, names[0]: PERSISTENCE_THRESHOLD}
+    return given
+
+
+class DeepSpeedConfig:
+    """What a configuration says, by DeepSpeed's attribute names; others are those of the sections' keys."""
+
+    def __init__(self, config: Source, mpu: Any = None, mesh_device: Any = None) -> None:
+        self._param_dict = with_defaults(config)
+        self._values = read_source(self._param_dict).values
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self._values, name)
+
+    @property
+    def zero_config(self) -> Any:
+        """The section ``zero_optimization``."""
+        return self._values.zero_optimization
+
+    @property
+    def zero_optimization_stage(self) -> int:
+        """The stage."""
+        return self._values.zero_optimization.stage
+
+    @property
+    def zero_enabled(self) -> bool:
+        """Whether anything is sharded."""
+        return self.zero_optimization_stage > 0
+
+
+class DeepSpeedOptimizer(zero.ZeroOptimizer):
+    """A ZeroOptimizer with the attributes that scripts read from DeepSpeed's."""
+
+    overflow = False
+    """Whether the last step was skipped because gradients overflowed."""
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """See :meth:`zero.ZeroOptimizer.step`."""
+        result = super().step(closure)
+        self.overflow = not self.was_step_applied
+        return result
+
+    @property
+    def cur_scale(self) -> float:
+        """The loss scale; 1 if there is none."""
+        return 1.0 if self.loss_scale is None else self.loss_scale.scale
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer that updates this rank's masters."""
+        return self.parts.inner
+
+
+ZeROOptimizer = DeepSpeedOptimizer
+
+
+class DeepSpeedEngine(zero.Engine):
+    """An engine with DeepSpeed's methods."""
+
+    optimizer_class = DeepSpeedOptimizer
+
+    @staticmethod
+    def read_config(source: Source) -> Configuration:
+        """Read ``source`` with DeepSpeed's defaults."""
+        return read_source(with_defaults(source))
+
+    config: dict[str, Any]
+    """The configuration as it was given, with DeepSpeed's defaults."""
+
+    @property
+    def global_rank(self) -> int:
+        """This process's rank."""
+        return dist.get_rank()
+
+    @property
+    def local_rank(self) -> int:
+        """This process's number on its node."""
+        return comm.get_local_rank()
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return dist.get_world_size()
+
+    @property
+    def dp_world_size(self) -> int:
+        """The number of data-parallel ranks."""
+        return self.optimizer.topology.world_size
+
+    @property
+    def mp_world_size(self) -> int:
+        """The number of ranks that hold one model."""
+        return self.optimizer.parts.model_parallel.world_size
+
+    @property
+    def data_parallel_group(self) -> Any:
+        """The group of the data-parallel ranks; None: all ranks."""
+        return self.optimizer.topology.process_group
+
+    @property
+    def global_samples(self) -> int:
+        """Samples of all steps so far, over all ranks."""
+        return self.global_steps * (self.train_batch_size() or 0)
+
+    @property
+    def client_optimizer(self) -> Any:
+        """The optimizer that was given or built."""
+        return self.optimizer.parts.inner
+
+    basic_optimizer = client_optimizer
+
+    @property
+    def communication_data_type(self) -> torch.dtype | None:
+        """The dtype of exchanged gradients, if the configuration says."""
+        name = self._config.communication_data_type
+        return None if name is None else to_dtype(name)
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether :meth:`compile` was called."""
+        return self.module._compiled_call_impl is not None
+
+    def compile(
+        self,
+        backend: Any = "inductor",
+        compile_kwargs: Mapping[str, Any] | None = None,
+        schedule: Any = None,
+        compiled_autograd_enabled: bool = False,
+    ) -> None:
+        """Compile the model in place by torch.compile.
+
+        Raises:
+            NotAvailableError: ``schedule`` or ``compiled_autograd_enabled``.
+        """
+        if schedule is not None or compiled_autograd_enabled:
+            raise zero.NotAvailableError("engine.compile: schedule= and compiled_autograd_enabled= are not available")
+        self.module.compile(backend=backend, **(compile_kwargs or {}))
+
+    def zero_optimization(self) -> bool:
+        """Whether anything is sharded."""
+        return self.zero_optimization_stage() > 0
+
+    def zero_optimization_stage(self) -> int:
+        """The stage."""
+        return self._config.zero_optimization.stage
+
+    def zero_optimization_partition_gradients(self) -> bool:
+        """Whether gradients are sharded."""
+        return self.zero_optimization_stage() >= 2
+
+    def zero_optimization_partition_weights(self) -> bool:
+        """Whether parameters are sharded."""
+        return self.zero_optimization_stage() >= 3
+
+    def zero_allow_untested_optimizer(self) -> bool:
+        """The key of this name; here every optimizer is tested."""
+        return bool(self.config.get("zero_allow_untested_optimizer", False))
+
+    def zero_offload_optimizer(self) -> Any:
+        """The section ``offload_optimizer``."""
+        return self._config.zero_optimization.offload_optimizer
+
+    def zero_offload_param(self) -> Any:
+        """The section ``offload_param``."""
+        return self._config.zero_optimization.offload_param
+
+    def zero_gather_16bit_weights_on_model_save(self) -> bool:
+        """Whether stage 3 may gather weights to save them: always."""
+        return True
+
+    def fp16_enabled(self) -> bool:
+        """Whether parameters are float16."""
+        return self._config.fp16.enabled
+
+    def bfloat16_enabled(self) -> bool:
+        """Whether parameters are bfloat16."""
+        return self._config.bf16.enabled
+
+    def torch_autocast_enabled(self) -> bool:
+        """Whether forward runs in torch's autocast."""
+        return self._config.torch_autocast.enabled
+
+    def amp_enabled(self) -> bool:
+        """Whether Apex's amp is used: never."""
+        return False
+
+    def gradient_clipping(self) -> float:
+        """The largest gradient norm; 0: not clipped."""
+        return float(self._config.gradient_clipping or 0.0)
+
+    def dynamic_loss_scale(self) -> bool:
+        """Whether the loss scale changes."""
+        return self.fp16_enabled() and self._config.fp16.loss_scale == 0
+
+    def loss_scale(self) -> float:
+        """The configured loss scale; 0: it is dynamic."""
+        return float(self._config.fp16.loss_scale)
+
+    def steps_per_print(self) -> int | None:
+        """Steps between two lines in the log; None: there are none."""
+        return self._config.steps_per_print
+
+    def wall_clock_breakdown(self) -> bool:
+        """Whether times are logged."""
+        return self._config.wall_clock_breakdown
+
+    def memory_breakdown(self) -> bool:
+        """Whether memory is logged."""
+        return self._config.memory_breakdown
+
+    def dump_state(self) -> bool:
+        """Whether the configuration is logged."""
+        return self._config.dump_state
+
+    def optimizer_name(self) -> str:
+        """The optimizer's name in the configuration, or its class."""
+        return self._config.optimizer.type or type(self.client_optimizer).__name__
+
+    def optimizer_params(self) -> Any:
+        """The optimizer's settings in the configuration."""
+        return self._config.optimizer.params
+
+    def scheduler_name(self) -> str | None:
+        """The scheduler's name in the configuration."""
+        return self._config.scheduler.type
+
+    def scheduler_params(self) -> Any:
+        """The scheduler's settings in the configuration."""
+        return self._config.scheduler.params
+
+    def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
+        """The dtypes of the model and of accumulated gradients."""
+        trained = next((grads.dtype for grads in self.optimizer.parts.runtime.reducer.all), torch.float32)
+        return next(self.module.parameters()).dtype, trained
+
+    def get_data_parallel_rank(self) -> int:
+        """This process's rank among the data-parallel ones."""
+        return self.optimizer.topology.rank
+
+    def get_model_parallel_rank(self) -> int:
+        """This process's rank among those that hold one model."""
+        return self.optimizer.parts.model_parallel.rank
+
+    get_tensor_parallel_rank = get_model_parallel_rank
+
+    def get_sequence_parallel_group(self) -> None:
+        """None: ranks of a sequence are not known here."""
+        return
+
+    def get_type(self) -> list[Any]:
+        """The ``type`` of every parameter group."""
+        return [group.get("type") for group in self.optimizer.param_groups]
+
+    def set_lr(self, lr: float) -> None:
+        """Set the learning rate of every parameter group."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Change the accumulation steps so that a step has so many samples.
+
+        Raises:
+            ConfigError: They are no multiple of the micro-batches of all ranks.
+        """
+        micro = self.train_micro_batch_size_per_gpu() or 1
+        each = micro * self.dp_world_size
+        if train_batch_size % each:
+            raise ConfigError(f"train_batch_size must be a multiple of {each}: {train_batch_size}")
+        self._change_batch_sizes(micro, train_batch_size // each)
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Change the micro-batch size, and keep the accumulation steps."""
+        self._change_batch_sizes(micro_batch_size, self.gradient_accumulation_steps())
+
+    def _change_batch_sizes(self, micro: int, accumulation: int) -> None:
+        train = micro * accumulation * self.dp_world_size
+        self._batch_sizes = replace(self._batch_sizes, train=train, micro=micro, accumulation=accumulation)
+        self._scale_gradients()
+        self._mark_boundary()
+
+    def deepspeed_io(
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        route: str = "train",
+        pin_memory: bool = True,
+        data_sampler: Any = None,
+        collate_fn: Any = None,
+        num_local_io_workers: int | None = None,
+    ) -> Any:
+        """A dataloader of this rank's share of ``dataset``, or of what ``data_sampler`` gives."""
+        size = batch_size or self.train_micro_batch_size_per_gpu() or 1
+        if data_sampler is not None:
+            workers = num_local_io_workers or 0
+            return torch.utils.data.DataLoader(
+                dataset, size, sampler=data_sampler, collate_fn=collate_fn, num_workers=workers
+            )
+        ranks = DataParallel(self.data_parallel_group)
+        return RankDataLoader(dataset, ranks, batch_size=size, collate_fn=collate_fn)
+
+    def allreduce_gradients(self, bucket_size: int | None = None) -> None:
+        """Do nothing: the backward at the boundary averages gradients."""
+
+    def empty_partition_cache(self) -> None:
+        """Do nothing: parameters are released when their module's forward or backward ends."""
+
+    def module_state_dict(
+        self,
+        destination: Any = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+        exclude_frozen_parameters: bool = False,
+    ) -> dict[str, Tensor]:
+        """The model's state dict. Collective at stage 3, where ranks other than the first get an empty one."""
+        given = {} if destination is None else {"destination": destination}
+        state: dict[str, Tensor] = self.module.state_dict(prefix=prefix, keep_vars=keep_vars, **given)
+        if exclude_frozen_parameters:
+            for name, param in self.module.named_parameters(remove_duplicate=False):
+                if not param.requires_grad:
+                    state.pop(prefix + name, None)
+        return state
+
+    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
+        state = self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
+        return state if self.get_data_parallel_rank() == 0 else None
+
+    def load_module_state_dict(
+        self,
+        checkpoint: Mapping[str, Any],
+        strict: bool = True,
+        custom_load_fn: Callable[..., Any] | None = None,
+        fetch_z3_params: bool = False,
+    ) -> None:
+        """Load ``checkpoint["module"]`` into the model. Collective."""
+        weights = checkpoint["module"]
+        if custom_load_fn is None:
+            self.module.load_state_dict(weights, strict=strict)
+        else:
+            self._load_by(custom_load_fn, lambda: weights)
+
+    def load_checkpoint(  # type: ignore[override]
+        self,
+        load_dir: str | Path,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Callable[..., Any] | None = None,
+    ) -> tuple[Any, dict[str, Any]]:
+        """Load a checkpoint; see :meth:`zero.Engine.load_checkpoint`.
+
+        Args:
+            load_dir: The folder that checkpoints were saved to.
+            tag: The name of the checkpoint.
+            load_module_strict: See there, as of the other arguments.
+            load_optimizer_states: See there.
+            load_lr_scheduler_states: See there.
+            load_module_only: See there.
+            custom_load_fn: Called with ``src=`` the checkpoint's weights and ``dst=`` the model, on the first rank,
+                after the rest is loaded; all ranks get the result.
+        """
+        loaded = super().load_checkpoint(
+            load_dir, tag, load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only
+        )
+        if custom_load_fn is not None and loaded.path is not None:
+            folder = loaded.path
+            self._load_by(custom_load_fn, lambda: read_weights(folder))
+        return loaded
+
+    def _load_by(self, load: Callable[..., Any], weights: Callable[[], Mapping[str, Any]]) -> None:
+        with zero.GatheredParameters(self.module.parameters(), modifier_rank=0), torch.no_grad():
+            if self.get_data_parallel_rank() == 0:
+                load(src=weights(), dst=self.module)
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: Any = None,
+    model_parameters: Any = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = comm.TORCH_DISTRIBUTED_DEFAULT_PORT,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[..., Any] | None = None,
+    config: Source | None = None,
+    mesh_param: Sequence[int] | None = None,
+    config_params: Source | None = None,
+) -> Initialized:
+    """:func:`zero.initialize` with DeepSpeed's defaults, and an engine with its methods."""
+    result = zero.initialize(
+        args, model, optimizer, model_parameters, training_data, lr_scheduler, distributed_port, mpu,
+        dist_init_required, collate_fn, config, mesh_param, config_params, engine_class=DeepSpeedEngine,
+    )  # fmt: skip
+    sources = (config, config_params, getattr(args, "deepspeed_config", None))
+    engine = cast("DeepSpeedEngine", result.engine)
+    engine.config = with_defaults(next(one for one in sources if one is not None))
+    return result

@@ -1,0 +1,169 @@
+"""Which of DeepSpeed's names there are here, by module, and where each comes from."""
+
+from __future__ import annotations
+
+INTERFACE = "0.19.8"
+"""The version of DeepSpeed whose names, signatures and defaults are followed."""
+
+_ENGINE, _HELPERS, _OPTIMIZERS = "zero.compat.engine", "zero.compat.helpers", "zero.compat.optimizers"
+_PARAMETERS, _COMM, _ACCELERATOR = "zero.compat.parameters", "zero.compat.comm", "zero.compat.accelerator"
+_CHECKPOINTS = "zero.compat.checkpoint_files"
+_LOGGING = "logger log_dist log_dist_once set_log_level_from_string print_rank_0 warning_once"
+_GATHERING = {"zero": "Init GatheredParameters register_external_parameter unregister_external_parameter"}
+_ZERO_3 = "estimate_zero3_model_states_mem_needs_all_live estimate_zero3_model_states_mem_needs_all_cold"
+_ZERO_2 = "estimate_zero2_model_states_mem_needs_all_live estimate_zero2_model_states_mem_needs_all_cold"
+_SCHEDULES = "LRRangeTest OneCycle WarmupLR WarmupDecayLR WarmupCosineLR"
+
+NAMES: dict[str, dict[str, str]] = {
+    "": {
+        _ENGINE: "initialize DeepSpeedEngine DeepSpeedOptimizer DeepSpeedConfig DeepSpeedConfigError",
+        "zero": "add_config_arguments",
+        "zero.compat": "as_deepspeed",
+        _COMM: "init_distributed",
+        _HELPERS: "OnDevice logger log_dist DeepSpeedDataLoader",
+        _ACCELERATOR: "get_accelerator",
+    },
+    "accelerator": {_ACCELERATOR: "get_accelerator set_accelerator DeepSpeedAccelerator"},
+    "accelerator.real_accelerator": {_ACCELERATOR: "get_accelerator set_accelerator"},
+    "accelerator.abstract_accelerator": {_ACCELERATOR: "DeepSpeedAccelerator"},
+    "checkpoint.utils": {_CHECKPOINTS: "clone_tensors_for_torch_save"},
+    "comm": {
+        _COMM: "init_distributed get_local_rank get_global_rank log_summary configure get_world_group "
+        "has_all_gather_into_tensor has_reduce_scatter_tensor get_all_ranks_from_group"
+    },
+    "comm.comm": {_COMM: "init_distributed get_local_rank get_global_rank log_summary configure"},
+    "constants": {_COMM: "TORCH_DISTRIBUTED_DEFAULT_PORT"},
+    "git_version_info": {_HELPERS: "version git_hash git_branch"},
+    "launcher.runner": {_HELPERS: "DEEPSPEED_ENVIRONMENT_NAME"},
+    "moe.utils": {
+        _HELPERS: "has_moe_layers is_moe_param is_moe_param_group split_params_into_different_moe_groups_for_optimizer"
+    },
+    "ops.adagrad": {_OPTIMIZERS: "DeepSpeedCPUAdagrad"},
+    "ops.adagrad.cpu_adagrad": {_OPTIMIZERS: "DeepSpeedCPUAdagrad"},
+    "ops.adam": {_OPTIMIZERS: "DeepSpeedCPUAdam FusedAdam"},
+    "ops.adam.cpu_adam": {_OPTIMIZERS: "DeepSpeedCPUAdam"},
+    "ops.adam.fused_adam": {_OPTIMIZERS: "FusedAdam"},
+    "ops.lion": {_OPTIMIZERS: "DeepSpeedCPULion FusedLion"},
+    "ops.lion.cpu_lion": {_OPTIMIZERS: "DeepSpeedCPULion"},
+    "ops.lion.fused_lion": {_OPTIMIZERS: "FusedLion"},
+    "runtime.base_optimizer": {_ENGINE: "DeepSpeedOptimizer ZeROOptimizer"},
+    "runtime.config": {_ENGINE: "DeepSpeedConfig DeepSpeedConfigError"},
+    "runtime.dataloader": {_HELPERS: "RepeatingLoader DeepSpeedDataLoader"},
+    "runtime.engine": {_ENGINE: "DeepSpeedEngine"},
+    "runtime.lr_schedules": {"zero._optim.lr_schedulers": _SCHEDULES, _HELPERS: "VALID_LR_SCHEDULES"},
+    "runtime.utils": {
+        _HELPERS: "see_memory_usage set_random_seed noop_decorator ensure_directory_exists empty_cache",
+        "torch.nn.utils": "clip_grad_norm_",
+    },
+    "runtime.zero": {**_GATHERING, _PARAMETERS: "ZeroParamStatus"},
+    "runtime.zero.offload_config": {_HELPERS: "OffloadDeviceEnum OffloadStateTypeEnum"},
+    "runtime.zero.partition_parameters": {
+        **_GATHERING,
+        _PARAMETERS: "ZeroParamStatus ZeroParamType is_zero_param zero_wrapper_for_fp_tensor_constructor "
+        "_orig_torch_arange",
+        _ACCELERATOR: "get_accelerator",
+    },
+    "runtime.zero.stage_1_and_2": {_HELPERS: _ZERO_2},
+    "runtime.zero.stage3": {_HELPERS: _ZERO_3},
+    "runtime.zero.tiling": {"zero": "TiledLinear TiledLinearReturnBias"},
+    "runtime.zero.utils": {_PARAMETERS: "is_zero_param"},
+    "utils": {
+        _HELPERS: f"{_LOGGING} OnDevice RepeatingLoader instrument_w_nvtx",
+        "zero.utils": "safe_get_full_fp32_param safe_get_full_grad",
+    },
+    "utils.groups": {
+        _COMM: "_get_data_parallel_group _get_data_parallel_rank _get_data_parallel_world_size "
+        "_get_model_parallel_world_size _get_sequence_parallel_group _get_sequence_parallel_rank "
+        "_get_sequence_parallel_world_size get_data_parallel_group get_data_parallel_rank "
+        "get_data_parallel_world_size get_model_parallel_world_size"
+    },
+    "utils.init_on_device": {_HELPERS: "OnDevice"},
+    "utils.logging": {_HELPERS: _LOGGING},
+    "utils.nvtx": {_HELPERS: "instrument_w_nvtx"},
+    "utils.zero_to_fp32": {
+        _CHECKPOINTS: "get_fp32_state_dict_from_zero_checkpoint convert_zero_checkpoint_to_fp32_state_dict "
+        "load_state_dict_from_zero_checkpoint"
+    },
+    "zero": {**_GATHERING, _PARAMETERS: "ZeroParamStatus", _HELPERS: "unwrap_model_for_generation"},
+}
+"""Module without "deepspeed.": module of this library or torch: its names that DeepSpeed's module has."""
+
+FALLBACKS: dict[str, tuple[str, ...]] = {
+    "": ("zero",),
+    "checkpointing": ("zero.checkpointing",),
+    "comm": ("torch.distributed",),
+    "comm.comm": ("torch.distributed",),
+    "runtime.activation_checkpointing.checkpointing": ("zero.checkpointing",),
+    "runtime.lr_schedules": ("zero._optim.lr_schedulers",),
+    "utils": ("zero.utils",),
+    "utils.tensor_fragment": ("zero.utils",),
+    "utils.z3_leaf_module": ("zero.utils",),
+    "zero": ("zero.zero", "zero"),
+}
+"""Where a module's other names are looked up."""
+
+_PIPELINE = "for pipeline parallelism use torch.distributed.pipelining, and pass its mesh as mpu="
+_MOE = "write the layer with torch, and mark it by deepspeed.utils.set_z3_leaf_modules at stage 3"
+_SERVING = "for inference call initialize() without an optimizer (stage 3), or serve the exported weights elsewhere"
+_LAUNCH = "start the script with torchrun -m zero.compat script.py"
+_BUILD = "nothing has to be built here: CPU optimizers and kernels are part of zcomm-zero"
+_PROFILE = "use torch.utils.flop_counter.FlopCounterMode or torch.profiler"
+_SEQUENCE = "for sequence parallelism pass mpu= with its groups"
+
+ABSENT_NAMES: dict[str, str] = {
+    "DeepSpeedHybridEngine": _SERVING,
+    "DeepSpeedInferenceConfig": _SERVING,
+    "DeepSpeedTransformerConfig": "use torch.nn.functional.scaled_dot_product_attention",
+    "DeepSpeedTransformerLayer": "use torch.nn.functional.scaled_dot_product_attention",
+    "InferenceEngine": _SERVING,
+    "init_inference": _SERVING,
+    "launcher.runner.main": _LAUNCH,
+    "moe.layer.MoE": _MOE,
+    "ops.lamb.FusedLamb": "Lamb needs norms of whole parameters: use AdamW, Adam, Lion, Adagrad or SGD",
+    "pipe.LayerSpec": _PIPELINE,
+    "pipe.PipelineModule": _PIPELINE,
+    "pipe.TiedLayerSpec": _PIPELINE,
+    "PipelineEngine": _PIPELINE,
+    "PipelineModule": _PIPELINE,
+    "profiling.flops_profiler.FlopsProfiler": _PROFILE,
+    "tp_model_init": "for tensor parallelism build the model with its layers, and pass mpu=",
+    "zero.MiCS_Init": "use hpZ: zero_hpz_partition_size, the ranks of a node",
+}
+"""Names of DeepSpeed that raise when they are used, and the remedy."""
+
+ABSENT_PACKAGES: dict[str, str] = {
+    "autotuning": "zero plan prints the fastest configuration that fits",
+    "compression": "compress the trained weights with torchao",
+    "elasticity": "start with torchrun --nnodes=MIN:MAX; checkpoints load on any number of ranks",
+    "inference": _SERVING,
+    "launcher": _LAUNCH,
+    "model_implementations": _SERVING,
+    "module_inject": _SERVING,
+    "moe.layer": _MOE,
+    "moe.sharded_moe": _MOE,
+    "nebula": "engine.save_checkpoint(..., async_op=True) writes in the background",
+    "ops.aio": _BUILD,
+    "ops.lamb": "Lamb needs norms of whole parameters: use AdamW, Adam, Lion, Adagrad or SGD",
+    "ops.op_builder": _BUILD,
+    "ops.sparse_attention": "use torch.nn.attention.flex_attention",
+    "ops.transformer": "use torch.nn.functional.scaled_dot_product_attention",
+    "pipe": _PIPELINE,
+    "profiling": _PROFILE,
+    "profiling.flops_profiler": _PROFILE,
+    "runtime.pipe": _PIPELINE,
+    "runtime.sequence_parallel": _SEQUENCE,
+    "runtime.zero.mics": "use hpZ: zero_hpz_partition_size, the ranks of a node",
+    "sequence": _SEQUENCE,
+    "utils.groups": "process groups are torch's: pass mpu= to initialize()",
+}
+"""Packages of which other names do not exist here, and the remedy."""
+
+
+def _modules() -> frozenset[str]:
+    """Every module that can be imported, with the packages it is in."""
+    held = [name.rpartition(".")[0] for name in ABSENT_NAMES]
+    parts = (name.split(".") for name in [*NAMES, *FALLBACKS, *held])
+    return frozenset({""} | {".".join(one[:count]) for one in parts for count in range(1, len(one) + 1)})
+
+
+MODULES = _modules()

@@ -1,0 +1,100 @@
+"""``deepspeed.ops``: optimizers by DeepSpeed's names, with its signatures."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+import zero
+from zcomm import ConfigError
+
+
+class DeepSpeedCPUAdam(zero.CPUAdam):
+    """:class:`zero.CPUAdam`."""
+
+    def __init__(
+        self,
+        model_params: Any,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        adamw_mode: bool = True,
+        fp32_optimizer_states: bool = True,
+    ) -> None:
+        super().__init__(
+            model_params, lr, bias_correction=bias_correction, betas=betas, eps=eps, weight_decay=weight_decay,
+            amsgrad=amsgrad, adamw_mode=adamw_mode, fp32_optimizer_states=fp32_optimizer_states,
+        )  # fmt: skip
+
+
+class DeepSpeedCPUAdagrad(zero.CPUAdagrad):
+    """:class:`zero.CPUAdagrad`."""
+
+    def __init__(
+        self,
+        model_params: Any,
+        lr: float = 1e-2,
+        eps: float = 1e-10,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        fp32_optimizer_states: bool = True,
+    ) -> None:
+        if amsgrad:
+            raise ConfigError("Adagrad has no amsgrad: leave it out")
+        super().__init__(
+            model_params, lr, eps=eps, weight_decay=weight_decay, fp32_optimizer_states=fp32_optimizer_states
+        )
+
+
+class DeepSpeedCPULion(zero.CPULion):
+    """:class:`zero.CPULion`."""
+
+    def __init__(
+        self,
+        model_params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        weight_decay: float = 0.0,
+        fp32_optimizer_states: bool = True,
+    ) -> None:
+        super().__init__(
+            model_params, lr, betas=betas, weight_decay=weight_decay, fp32_optimizer_states=fp32_optimizer_states
+        )
+
+
+class FusedAdam(torch.optim.Adam):
+    """:class:`torch.optim.AdamW`, or Adam with ``adam_w_mode=False``."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adam_w_mode: bool = True,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        set_grad_none: bool = True,
+    ) -> None:
+        if not bias_correction:
+            raise ConfigError("FusedAdam here is torch's, with bias correction: use DeepSpeedCPUAdam, or leave it out")
+        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, decoupled_weight_decay=adam_w_mode)
+
+
+class FusedLion(zero.Lion):
+    """:class:`zero.Lion`."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        weight_decay: float = 0.0,
+        set_grad_none: bool = True,
+    ) -> None:
+        super().__init__(params, lr, betas=betas, weight_decay=weight_decay)

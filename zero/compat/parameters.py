@@ -1,0 +1,93 @@
+"""DeepSpeed's attributes ``ds_*`` of parameters at stage 3, computed from what this library knows of them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zero._runtime.runtime import Runtime
+from zero._sharding.bucket import BucketState, ShardInfo
+
+_NUMBERS = itertools.count()
+_orig_torch_arange = torch.arange
+
+
+class ZeroParamStatus(Enum):
+    """Whether the values of a parameter are on this rank."""
+
+    AVAILABLE = 1
+    NOT_AVAILABLE = 2
+    INFLIGHT = 3
+
+
+class ZeroParamType(Enum):
+    """What a parameter is to stage 3."""
+
+    NORMAL = 1
+    PARTITIONED = 2
+    REMOTE = 3
+
+
+_STATUS = {BucketState.SHARDED: ZeroParamStatus.NOT_AVAILABLE, BucketState.GATHERING: ZeroParamStatus.INFLIGHT}
+
+
+def is_zero_param(parameter: Any) -> bool:
+    """Whether ``parameter`` is sharded at stage 3, or built under zero.Init."""
+    return isinstance(parameter, Tensor) and hasattr(parameter, "ds_id")
+
+
+def zero_wrapper_for_fp_tensor_constructor(fn: Callable[..., Tensor], *_: Any, **__: Any) -> Callable[..., Tensor]:
+    """``fn``: zero.Init here converts parameters when a module is complete, and leaves torch's constructors alone."""
+    return fn
+
+
+def _info(param: nn.Parameter) -> ShardInfo:
+    info: ShardInfo | None = getattr(param, "zero_shard", None)
+    if info is None or (isinstance(info.owner, Runtime) and not info.owner.stage.shards_parameters):
+        raise AttributeError("a parameter that is not sharded has no attributes ds_*")
+    return info
+
+
+def _number(param: nn.Parameter) -> int:
+    _info(param)
+    if "_zero_compat_number" not in param.__dict__:
+        param._zero_compat_number = next(_NUMBERS)  # type: ignore[attr-defined]
+    number: int = param._zero_compat_number  # type: ignore[attr-defined]
+    return number
+
+
+def _status(param: nn.Parameter) -> ZeroParamStatus:
+    return _STATUS.get(_info(param).bucket.state, ZeroParamStatus.AVAILABLE)
+
+
+def _own_values(param: nn.Parameter) -> Tensor:
+    """This rank's part, flat and in the parameter's dtype; its ``ds_numel`` is its number of elements."""
+    info = _info(param)
+    owner: Any = info.owner
+    pieces = info.bucket.layout.pieces(owner.topology.shard_index("local"))
+    own = next((piece for piece in pieces if piece.slot == info.slot), None)
+    values = info.bucket.storage.read()
+    values = values[own.start : own.stop] if own is not None else values[:0]
+    values.ds_numel = values.numel()  # type: ignore[attr-defined]
+    return values
+
+
+_ATTRIBUTES: dict[str, Callable[[nn.Parameter], Any]] = {
+    "ds_id": _number,
+    "ds_status": _status,
+    "ds_shape": lambda param: _info(param).shape,
+    "ds_numel": lambda param: _info(param).shape.numel(),
+    "ds_persist": lambda param: _info(param).bucket.is_persistent,
+    "ds_tensor": _own_values,
+}
+
+
+def add_attributes() -> None:
+    """Give torch's Parameter the attributes, in this process. A parameter that is not sharded has none of them."""
+    for name, compute in _ATTRIBUTES.items():
+        setattr(nn.Parameter, name, property(compute))
