@@ -7,7 +7,7 @@ engine.step()             at the accumulation boundary: clip, update, zero_grad,
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -53,7 +53,14 @@ class Engine(nn.Module):
     module: nn.Module
 
     def __init__(
-        self, module: nn.Module, optimizer: ZeroOptimizer, *, lr_scheduler: Any, config: Config, batch_sizes: BatchSizes
+        self,
+        module: nn.Module,
+        optimizer: ZeroOptimizer,
+        *,
+        lr_scheduler: Any,
+        config: Config,
+        batch_sizes: BatchSizes,
+        frozen: Sequence[nn.Parameter] = (),
     ) -> None:
         super().__init__()
         self.training = module.training
@@ -68,6 +75,7 @@ class Engine(nn.Module):
         self.skipped_steps = 0
         """Boundaries at which gradients overflowed."""
         self._config, self._batch_sizes = config, batch_sizes
+        self._frozen = frozen
         self._boundary: bool | None = None if config.managed_gradient_accumulation else True
         self._reports = Reports(optimizer, config, next(module.parameters()).device)
         optimizer.computes_grad_norm = config.zero_optimization.compute_grad_norm
@@ -317,6 +325,8 @@ class Engine(nn.Module):
         """Remove the hooks from the model and free process groups and files; see :meth:`zero.ZeroOptimizer.close`."""
         self._reports.close()
         self.optimizer.close()
+        for param in self._frozen:
+            param.requires_grad_()
 
 
 class _Counters:

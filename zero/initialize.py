@@ -62,7 +62,7 @@ def initialize(
     """Prepare a model for training under a DeepSpeed configuration. Collective.
 
     Without an optimizer, here and in the configuration, the model is prepared for evaluation: all its parameters are
-    frozen, and no master, gradient or optimizer state is held.
+    frozen until ``engine.destroy()``, and no master, gradient or optimizer state is held.
 
     Args:
         args: Parsed arguments; ``args.deepspeed_config`` is the configuration if ``config`` is not given.
@@ -103,10 +103,18 @@ def initialize(
         move(model, local_device(args))
         return model, configuration, sizes, data, _choose_optimizer(optimizer, model, model_parameters, configuration)
 
+    trainable = [param for param in model.parameters() if param.requires_grad] if isinstance(model, nn.Module) else []
     model, configuration, batch_sizes, loader, chosen = on_every_rank(prepare, ranks.group)
     wrapped = engine_class.optimizer_class(model, chosen, config=configuration, group=ranks)
     scheduler = _choose_scheduler(lr_scheduler, model, wrapped, configuration)
-    engine = engine_class(model, wrapped, lr_scheduler=scheduler, config=configuration.values, batch_sizes=batch_sizes)
+    engine = engine_class(
+        model,
+        wrapped,
+        lr_scheduler=scheduler,
+        config=configuration.values,
+        batch_sizes=batch_sizes,
+        frozen=[param for param in trainable if not param.requires_grad],
+    )
     engine.training_dataloader = loader
     if ranks.rank == ranks.model_parallel.rank == 0:
         _announce(configuration, batch_sizes, ranks)
