@@ -50,6 +50,7 @@ MAY_IMPORT_LATE = {
     "zcomm/_transport/backend.py",
     "zcomm/cli.py",
     "zcomm/_bench/collectives.py",
+    "zero/_config/parse.py",
     "zero/plan/model.py",
     "zero/plan/report.py",
 }

@@ -22,7 +22,7 @@ from zero._config.settings import setting_name
         ("stage3_max_live_parameters", -1),
         ("stage3_prefetch_bucket_size", True),
         ("stage3_max_reuse_distance", "1"),
-        ("overlap_comm", 1),
+        ("overlap_comm", 2),
         ("hpz_secondary_device", "disk"),
         ("residual_beta", True),
         ("residual_beta", "1"),

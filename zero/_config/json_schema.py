@@ -10,7 +10,8 @@ from zero._config.keys import Definition, definitions, options_of, own_keys, sec
 from zero._config.legacy import MOVED
 from zero._config.sections import Config
 
-TYPES = {bool: "boolean", int: "integer", float: "number", str: "string"}
+TYPES = {int: "integer", float: "number", str: "string"}
+BOOLEAN = {"enum": [False, True, 0, 1]}
 
 
 def json_schema() -> dict[str, Any]:
@@ -29,7 +30,7 @@ def _object(cls: type) -> dict[str, Any]:
         for alias in definition.key.aliases:
             properties[alias] = {**properties[name], "deprecated": True}
     if cls is own_keys(Config)["zero_optimization"].kind:
-        properties |= {name: {"type": "boolean", "deprecated": True} for name in MOVED}
+        properties |= {name: {**BOOLEAN, "deprecated": True} for name in MOVED}
     return {"type": "object", "properties": properties, "additionalProperties": False}
 
 
@@ -50,6 +51,8 @@ def _type(kind: Any, definition: Definition) -> dict[str, Any]:
     facts = definition.key
     if kind is NoneType:
         return {"type": "null"}
+    if kind is bool:
+        return BOOLEAN
     if get_origin(kind) is tuple:
         return {"type": "array", "items": {"type": "string"}}
     if get_origin(kind) is dict:

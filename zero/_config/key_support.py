@@ -79,6 +79,10 @@ CONDITIONS = {
 }
 
 
+OFF = {"enabled": (False, None), "deepcompile": (False, None), "autotp_size": (0, 1, None)}
+"""The switches of sections that nothing reads, and the values with which such a section requests nothing."""
+
+
 class Setting(NamedTuple):
     """One key, its value, and whether it takes effect."""
 
@@ -119,7 +123,7 @@ def _requests_something(definition: Definition, value: Any) -> bool:
     if not definition.key.unavailable or value == definition.default:
         return False
     if isinstance(value, dict):  # a section of which only the names are known
-        return bool(value.get("enabled", True))
+        return not any(name in value and value[name] in off for name, off in OFF.items())
     return True
 
 

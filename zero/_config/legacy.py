@@ -9,7 +9,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from zcomm import ConfigError
-from zero._config.value_types import shown
+from zero._config.keys import ConfigKey
+from zero._config.value_types import read_value
 
 MOVED = {
     "cpu_offload": ("offload_optimizer", "device"),
@@ -40,8 +41,7 @@ def modernize(raw: dict[str, Any]) -> tuple[dict[str, Any], list[str], dict[str,
             old, value = f"zero_optimization.{name}", zero.pop(name)
             if value is None or (isinstance(value, str) and value == "auto"):
                 continue
-            if not isinstance(value, bool):
-                raise ConfigError(f"{old} must be true or false: got {shown(value)}")
+            value = read_value(bool, ConfigKey(doc="-"), value, old)
             own, new = zero.get(section), f"zero_optimization.{section}.{key}"
             if own is None or isinstance(own, Mapping):  # its own keys win; the parser refuses what is no object
                 device = "cpu" if value else "none"

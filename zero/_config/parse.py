@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import NoneType
@@ -37,10 +37,10 @@ Source = Mapping[str, Any] | str | os.PathLike[str]
 
 
 def read_source(config: Source, keywords: Mapping[str, Any] | None = None) -> Configuration:
-    """Read a dict or a JSON file; ``keywords``, of the same form, override it.
+    """Read a dict or a file of JSON or HJSON; ``keywords``, of the same form, override it.
 
     Raises:
-        ConfigError: The file cannot be read, is not JSON or repeats a key; or see :func:`parse`.
+        ConfigError: The file cannot be read, is neither JSON nor HJSON or repeats a key; or see :func:`parse`.
     """
     if isinstance(config, Mapping):
         raw, source = dict(config), "dict"
@@ -66,7 +66,7 @@ def _merged(raw: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """The JSON object in ``path``; ConfigError for anything else, and for a repeated key."""
+    """The object in ``path``, JSON or HJSON; ConfigError for anything else, and for a repeated key."""
 
     def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         names = [name for name, _ in pairs]
@@ -76,7 +76,7 @@ def read_file(path: Path) -> dict[str, Any]:
         return dict(pairs)
 
     try:
-        raw = json.loads(path.read_text(), object_pairs_hook=without_duplicates)
+        raw = _decode(path.read_text(), without_duplicates)
     except OSError as error:
         raise ConfigError(f"config must be a readable JSON file: {path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
@@ -86,6 +86,21 @@ def read_file(path: Path) -> dict[str, Any]:
     if not isinstance(raw, dict):
         raise ConfigError(f"config must be a JSON object: {path} holds {type(raw).__name__}")
     return raw
+
+
+def _decode(text: str, make: Callable[[list[tuple[str, Any]]], dict[str, Any]]) -> Any:
+    """The value in ``text``; ValueError if it is neither JSON nor, as far as that can be read here, HJSON."""
+    try:
+        return json.loads(text, object_pairs_hook=make)
+    except json.JSONDecodeError as error:
+        try:
+            import hjson
+        except ImportError:
+            raise ValueError(f"{error}; for comments and the rest of HJSON: pip install hjson") from error
+        found = hjson.loads(text, object_pairs_hook=make)
+        if not found:  # to hjson a file that was cut off to nothing is an object
+            raise
+        return found
 
 
 def parse(raw: Mapping[str, Any], source: str) -> Configuration:
@@ -155,7 +170,7 @@ class _Reader:
         """``value`` converted to the type of the key at ``path``."""
         nested = section_type(definition.kind)
         if nested is not None:
-            return nested() if value is None else self.section(nested, value, f"{path}.")
+            return nested() if value is None or _is_auto(value) else self.section(nested, value, f"{path}.")
         if _is_auto(value):
             self.notes.append(f"{path}: 'auto' is {definition.default!r} here")
             return definition.default

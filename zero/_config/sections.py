@@ -247,6 +247,13 @@ class Config:
     zcomm: Zcomm = section(Zcomm, "this library's own keys")
     checkpoint: dict[str, Any] = key({}, "checkpoints", inactive="DeepSpeed's checkpoint format only")
     sparse_gradients: bool = key(False, "-", unavailable="sparse gradients")
+    sequence_parallel_size: int = key(1, "-", minimum=1, unavailable="sequence parallelism")
+    seq_parallel_communication_data_type: str | None = key(
+        None, "-", choices=DTYPES, inactive="sequence parallelism only"
+    )
+    cuda_visible_devices: str | None = key(None, "-", inactive="the launcher's environment decides")
+    vocabulary_size: int | None = key(None, "-", inactive="DeepSpeed only: a warning about its alignment")
+    use_data_before_expert_parallelism: bool = ignored(False, "order of ranks", "expert parallelism only")
     disable_allgather: bool = ignored(False, "-", "parameters are always gathered")
     disable_python_gc: bool = ignored(False, "-", "no call runs the garbage collector")
     dump_state: bool = key(False, "initialize() prints the effective settings")

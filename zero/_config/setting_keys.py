@@ -32,22 +32,27 @@ class StageSettings:
         "the most elements to prefetch, and never more than the largest layer has (prefetching more hides no more "
         "time); 0: none",
         active_if="stage 3, overlapped",
+        aliases=("prefetch_bucket_size",),
     )
     stage3_param_persistence_threshold: int = limit(
         0,
         "parameters with fewer elements are persistent, that is, stay full (DeepSpeed: 100,000; here they are sent "
         "with their layer, so persistence saves bytes but no exchange)",
-        aliases=("stage3_param_persitance_threshold",),
+        aliases=("param_persistence_threshold", "stage3_param_persitance_threshold"),
         active_if="stage 3",
     )
     stage3_model_persistence_threshold: int = limit(
-        2**63 - 1, "the most elements of persistent parameters", active_if="stage 3"
+        2**63 - 1,
+        "the most elements of persistent parameters",
+        active_if="stage 3",
+        aliases=("model_persistence_threshold",),
     )
     stage3_max_live_parameters: int = limit(
         1_000_000_000,
         "the most elements that are full at a time, beyond what running modules need; a larger module is gathered in "
         "parts",
         active_if="stage 3",
+        aliases=("max_live_parameters",),
     )
     stage3_max_reuse_distance: int = limit(
         1,
@@ -55,6 +60,7 @@ class StageSettings:
         "backward; 0: none (DeepSpeed: 1e9, which keeps smaller models full: 2/3 of the bytes sent, with the memory of "
         "stage 2)",
         active_if="stage 3",
+        aliases=("max_reuse_distance",),
     )
     ignore_unused_parameters: bool = key(
         True, "parameters without a gradient are not updated", false="step() raises an error that names them"

@@ -1,8 +1,8 @@
 """Converts and checks one value of a configuration: every given value goes through this module.
 
 A value that does not fit raises a ConfigError that names the key. Beyond the six types of JSON, a configuration may be
-a dict of a script, or the output of a YAML parser, which reads ``1e-4`` as a string. A string is never converted to a
-number: who wrote ``"0.9,0.95"`` meant two.
+a dict of a script, with Enums, dtypes and paths, or the output of a YAML parser, which reads ``1e-4`` as a string. A
+string is converted only where DeepSpeed converts it, and only if all of it is one number or one word for true or false.
 """
 
 from __future__ import annotations
@@ -12,15 +12,24 @@ import math
 import re
 import reprlib
 from collections.abc import Mapping, Sequence
+from enum import Enum
 from numbers import Real
+from pathlib import PurePath
 from types import NoneType
 from typing import Any, get_args, get_origin
+
+import torch
 
 from zcomm import ConfigError, Format
 from zero._config.keys import ConfigKey, options_of
 
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 """Strings that were meant to be numbers; YAML parsers leave some."""
+INTEGER = re.compile(r"([+-]?\d+)(\.0*)?", re.ASCII)
+TRUE, FALSE = ("true", "t", "yes", "y", "on", "1"), ("false", "f", "no", "n", "off", "0")
+TEXT_SECTIONS = ("zero_optimization.", "fp16.", "bf16.", "comms_logger.")
+"""DeepSpeed reads these with pydantic, which converts ``"true"`` and ``"16"``. In others ``"false"`` counts as true,
+and ``"16"`` fails later."""
 LARGEST_INT = 2**63 - 1
 """The limit of a tensor's sizes, and of torch's arithmetic with integers."""
 MAX_INT_BITS = 1023
@@ -45,6 +54,7 @@ def check_document(raw: Mapping[Any, Any]) -> None:
     num_values = 0
     while pending:
         path, value, level = pending.pop()
+        value = _plain(value)
         num_values += 1
         if level > MAX_LEVELS or num_values > MAX_VALUES:
             limit = f"{MAX_LEVELS} levels deep" if level > MAX_LEVELS else f"{MAX_VALUES} values"
@@ -63,11 +73,16 @@ def check_document(raw: Mapping[Any, Any]) -> None:
 
 
 def read_value(kind: Any, facts: ConfigKey, value: Any, path: str) -> Any:
-    """``value`` converted to ``kind``; 5e8 counts as an integer.
+    """``value`` converted to ``kind``; 5e8 counts as an integer, 1 and 0 as booleans.
 
     Raises:
         ConfigError: Wrong type, or out of the range of ``facts``; names ``path``.
     """
+    value = _plain(value)
+    if isinstance(value, str):
+        value = _choice_or_list(kind, facts, value)
+    if isinstance(value, str) and path.startswith(TEXT_SECTIONS):
+        value = _from_text(kind, value)
     if facts.infinity_means_absent and isinstance(value, float) and value == math.inf:
         return None
     try:
@@ -77,6 +92,33 @@ def read_value(kind: Any, facts: ConfigKey, value: Any, path: str) -> Any:
     for part in converted if isinstance(converted, tuple) else (converted,):
         _check_range(facts, part, path)
     return converted
+
+
+def _plain(value: Any) -> Any:
+    """The value of an Enum's member, the name of a dtype, the text of a path; anything else as it is."""
+    if isinstance(value, Enum):
+        value = value.value
+    return str(value) if isinstance(value, (torch.dtype, PurePath)) else value
+
+
+def _choice_or_list(kind: Any, facts: ConfigKey, text: str) -> Any:
+    """The choice that ``text`` names (also ``"torch.float16"`` and ``"FP16"``), or a list of it where one is meant."""
+    name = text.removeprefix("torch.").lower()
+    if name in facts.choices:
+        return name
+    return [text] if kind == tuple[str, ...] and "," not in text else text  # with a comma, several were meant
+
+
+def _from_text(kind: Any, text: str) -> Any:
+    """The boolean or number that ``text`` is; ``text`` itself if it is none."""
+    if len(text) > MAX_COMPARED_LENGTH:
+        return text
+    if kind is bool and text.lower() in TRUE + FALSE:
+        return text.lower() in TRUE
+    if kind is float and NUMBER.fullmatch(text):
+        return float(text)
+    found = INTEGER.fullmatch(text) if kind is int else None
+    return int(found[1]) if found else text
 
 
 def _unquoted(value: Any) -> str:
@@ -126,12 +168,7 @@ def _is_list(value: object) -> bool:
 def _convert(kind: Any, value: Any) -> Any:
     """``value`` as ``kind``; TypeError if it does not fit."""
     if len(options_of(kind)) > 1:
-        for option in options_of(kind):
-            try:
-                return _convert(option, value)
-            except TypeError:
-                continue
-        raise TypeError
+        return _first_that_fits(options_of(kind), value)
     if get_origin(kind) is tuple and _is_list(value):
         return _tuple(get_args(kind), value)
     if get_origin(kind) is dict and isinstance(value, Mapping):
@@ -142,8 +179,19 @@ def _convert(kind: Any, value: Any) -> Any:
         return float(value)
     if kind is str and (isinstance(value, Format) or (isinstance(value, str) and _is_text(value))):
         return str(value)
-    if kind in (bool, NoneType) and type(value) is kind:
-        return value
+    if kind is bool and isinstance(value, Real) and value in (0, 1):  # True and False are such numbers
+        return bool(value)
+    if kind is NoneType and value is None:
+        return None
+    raise TypeError
+
+
+def _first_that_fits(kinds: tuple[Any, ...], value: Any) -> Any:
+    for kind in kinds:
+        try:
+            return _convert(kind, value)
+        except TypeError:
+            continue
     raise TypeError
 
 

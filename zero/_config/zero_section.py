@@ -117,17 +117,23 @@ class ZeroOptimization(StageSettings):
         active_if="offload_optimizer",
     )
     stage3_module_granularity_threshold: int = key(
-        0, "gather small modules as one", minimum=0, inactive="layers are always gathered as one"
+        0,
+        "gather small modules as one",
+        minimum=0,
+        inactive="layers are always gathered as one",
+        aliases=("module_granularity_threshold",),
     )
-    stage3_use_all_reduce_for_fetch_params: bool = ignored(False, "gather by all-reduce", "gathers are all-gathers")
+    stage3_use_all_reduce_for_fetch_params: bool = ignored(
+        False, "gather by all-reduce", "gathers are all-gathers", aliases=("use_all_reduce_for_fetch_params",)
+    )
     stage3_allgather_sequential: bool = ignored(
-        False, "gather one parameter at a time", "layers are always gathered as one"
+        False, "gather one parameter at a time", "layers are always gathered as one", aliases=("allgather_sequential",)
     )
     stage3_gather_16bit_weights_on_model_save: bool = ignored(
         False,
         "full weights on save",
         "model.state_dict() always holds full weights",
-        aliases=("stage3_gather_fp16_weights_on_model_save",),
+        aliases=("gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save"),
     )
     compute_grad_norm: bool = key(
         True,
