@@ -210,10 +210,38 @@ def test_an_optimizer_of_another_name_is_recognised(name: str, meant: str) -> No
         build_optimizer(name, {}, [torch.nn.Parameter(torch.zeros(2))])
 
 
-@pytest.mark.parametrize("name", ["Muon", "Lamb", "OneBitAdam", "ZeroOneAdam", "OneBitLamb"])
+@pytest.mark.parametrize("name", ["Muon", "Lamb", "FusedLamb", "OneBitAdam", "ZeroOneAdam", "OneBitLamb", "MuAdam"])
 def test_deepspeeds_other_optimizers_are_refused_by_name(name: str) -> None:
     with pytest.raises(NotAvailableError, match=rf"optimizer\.type='{name}'.*Use AdamW"):
         build_optimizer(name, {"lr": 1e-3}, [torch.nn.Parameter(torch.zeros(2, 2))])
+
+
+def _built(kind: str, params: dict[str, Any], *, on_host: bool = False) -> tuple[torch.nn.Parameter, Any]:
+    param = torch.nn.Parameter(torch.ones(2))
+    return param, build_optimizer(kind, params, [param], on_host=on_host)
+
+
+def test_adam_without_bias_correction_is_exact_on_the_host_and_refused_elsewhere() -> None:
+    param, optimizer = _built("Adam", {"lr": 0.5, "bias_correction": 0, "betas": [0.9, 0.99]}, on_host=True)
+    param.grad = torch.full((2,), 2.0)
+    optimizer.step()
+    expected = 1 - 0.5 * (0.1 * 2.0) / (math.sqrt(0.01 * 4.0) + 1e-8)
+    assert param.tolist() == pytest.approx([expected] * 2, rel=1e-6)
+    for option in ("bias_correction", "fp32_optimizer_states"):
+        for params in ({}, {"torch_adam": True}):
+            with pytest.raises(NotAvailableError, match=rf"params\.{option}=False.*offload_optimizer\.device='cpu'"):
+                _built("AdamW", {option: False, **params}, on_host=bool(params))
+        assert isinstance(_built("Adam", {option: True})[1], torch.optim.AdamW)
+
+
+@pytest.mark.parametrize("on_host", [False, True])
+def test_options_that_are_written_elsewhere_are_not_dropped(on_host: bool) -> None:  # noqa: FBT001
+    with pytest.raises(ConfigError, match=r"no 'max_grad_norm' .*'gradient_clipping', at the top level"):
+        _built("Adam", {"max_grad_norm": 1.0}, on_host=on_host)
+    with pytest.raises(ConfigError, match="Adam has no 'adamw_mode'"):
+        _built("Adam", {"adamw_mode": False}, on_host=on_host)
+    with pytest.raises(ConfigError, match=r"optimizer\.params\.lr must be a number: got '1e-3', a string"):
+        _built("Adam", {"lr": "1e-3"}, on_host=on_host)
 
 
 def test_lion_needs_no_offload_where_there_is_no_gpu() -> None:

@@ -29,7 +29,7 @@ OPTIMIZER_OPTIONS: Mapping[str, Definition] = {
     **_optimizer(float | tuple[float | None, float], "eps"),  # Adafactor has two
     **_optimizer(Pair, "betas etas step_sizes"),
     **_optimizer(bool, "amsgrad nesterov maximize centered capturable differentiable fused foreach"),
-    **_optimizer(bool, "decoupled_weight_decay bias_correction adam_w_mode adamw_mode torch_adam"),
+    **_optimizer(bool, "decoupled_weight_decay bias_correction adam_w_mode torch_adam"),
     **_optimizer(bool, "fp32_optimizer_states"),
 }
 SCHEDULER_OPTIONS: Mapping[str, Definition] = {
@@ -58,6 +58,7 @@ UNSUPPORTED = {
     "the norm of a full tensor": "lamb fusedlamb onebitlamb lars",
     "a full matrix": "muon",
     "gradients that are compressed by the optimizer": "onebitadam zerooneadam",
+    "the widths of layers, which the library mup knows": "muadam muadamw musgd",
 }
 """DeepSpeed's other optimizers, by what they need."""
 

@@ -45,11 +45,11 @@ def build_optimizer(kind: str, params: dict[str, Any], parameters: Any, *, on_ho
     """
     chosen = read_options(OPTIMIZER_OPTIONS, params)
     name = kind.lower()
-    on_host = _check_kind(kind, on_host=on_host)
+    _check_kind(kind)
     if on_host and name in ON_HOST and not chosen.get("torch_adam", False):
         own = ON_HOST[name]
         own_options = {key: value for key, value in chosen.items() if key not in ("torch_adam", "adam_w_mode")}
-        if own_options.keys() <= set(inspect.signature(own).parameters):
+        if own_options.keys() <= set(inspect.signature(own).parameters) - {"adamw_mode"}:
             if own is CPUAdam:
                 own_options["adamw_mode"] = bool(chosen.get("adam_w_mode", True)) or name == "adamw"
             return _built(own, parameters, own_options)
@@ -58,8 +58,12 @@ def build_optimizer(kind: str, params: dict[str, Any], parameters: Any, *, on_ho
     is_torchs = name in ("adam", "adamw") and bool(chosen.pop("torch_adam", False))
     if name in ("adam", "adamw"):
         decouples = chosen.pop("adam_w_mode", True) or name == "adamw"
-        if not chosen.pop("bias_correction", True):
-            raise ConfigError("optimizer.params.bias_correction must be true: torch's Adam always corrects its bias")
+        for option in ("bias_correction", "fp32_optimizer_states"):
+            if not chosen.pop(option, True):
+                raise NotAvailableError(
+                    f"not available in this version: optimizer.params.{option}=False in torch's Adam. Use "
+                    "zero_optimization.offload_optimizer.device='cpu', and options that zero.CPUAdam has"
+                )
         name = "adamw" if decouples else "adam"
         chosen.setdefault("weight_decay", 0.0)
     if name not in KNOWN:
@@ -72,23 +76,17 @@ def build_optimizer(kind: str, params: dict[str, Any], parameters: Any, *, on_ho
     return built
 
 
-def _check_kind(kind: str, *, on_host: bool) -> bool:
-    """Whether to use a CPU optimizer: masters are on the host, or torch does not have this optimizer."""
+def _check_kind(kind: str) -> None:
     if needs := unsupported_optimizer(kind):
         raise NotAvailableError(
             f"not available in this version: optimizer.type={kind!r} (it needs {needs}). Use AdamW, Lion or SGD"
         )
-    is_ours_alone = kind.lower() in ON_HOST and kind.lower() not in KNOWN
-    if is_ours_alone and not on_host and torch.cuda.is_available():
-        raise NotAvailableError(
-            f"not available in this version: optimizer.type={kind!r} on a GPU. Use it with "
-            "zero_optimization.offload_optimizer.device='cpu', or AdamW"
-        )
-    return on_host or is_ours_alone
 
 
 def _check_options(kind: str, chosen: Iterable[str], known: list[str]) -> None:
     for option in chosen:
+        if option == "max_grad_norm":
+            raise ConfigError("optimizer.params has no 'max_grad_norm' (it is 'gradient_clipping', at the top level)")
         if option not in known:
             raise ConfigError(f"optimizer.params of {kind} has no {option!r}{nearest(option, known)}")
 
