@@ -117,7 +117,9 @@ class ZeroOptimizer(Optimizer):
 
     def _build(self, model: nn.Module, optimizer: GivenOptimizer, topology: Topology, plan: ResolvedConfig) -> None:
         values = plan.configuration.values
-        on_every_rank(lambda: set_configured(model, values.zero_optimization.leaf_module), topology)
+        on_every_rank(
+            lambda: set_configured(model, values.zero_optimization.leaf_module, stage=plan.settings.stage), topology
+        )
         on_every_rank(lambda: cast(model, plan.dtype, values.data_types.keep_in_fp32_modules), topology)
         groups = as_groups(model, optimizer)
         self._group_of = {param: index for index, group in enumerate(groups) for param in group["params"]}

@@ -15,6 +15,7 @@ from tests.ranks import run_ranks
 from tests.zero.training import full_values, zero_optimizer
 from zcomm import ConfigError, StateError
 from zero import utils
+from zero._config.zero_section import MOE_BLOCKS
 
 WIDTH = 6
 
@@ -110,16 +111,104 @@ def test_ranks_that_run_different_experts() -> None:
 def test_modules_are_found_by_class_name_and_suffix() -> None:
     model = _new()
     moes = [block.moe for block in model.blocks]
-    for set_, unset, asked in (
-        (utils.set_z3_leaf_modules, utils.unset_z3_leaf_modules, ["Experts"]),
-        (utils.set_z3_leaf_modules, utils.unset_z3_leaf_modules, [f"{Experts.__module__}.Experts"]),
-        (utils.set_z3_leaf_modules_by_name, utils.unset_z3_leaf_modules_by_name, ["blocks.0.moe", "blocks.1.moe"]),
-        (utils.set_z3_leaf_modules_by_suffix, utils.unset_z3_leaf_modules_by_suffix, [".moe"]),
-    ):
-        assert set_(model, asked) == moes == utils.get_z3_leaf_modules(model)
+    for asked in (["Experts"], [f"{Experts.__module__}.Experts"], [Experts]):
+        assert utils.set_z3_leaf_modules(model, asked) == moes == utils.get_z3_leaf_modules(model)
         assert all(utils.z3_leaf_module(moe) for moe in moes)
-        assert unset(model, asked) == moes
+        assert utils.unset_z3_leaf_modules(model, asked) == moes
         assert not utils.get_z3_leaf_modules(model)
     with pytest.raises(ConfigError, match=r"none of \['Expert'\] in Model"):
         utils.set_z3_leaf_modules(model, ["Expert"])
     assert utils.set_z3_leaf_modules(model, ["Expert"], raise_if_not_found=False) == []
+
+
+def test_names_and_suffixes_return_the_modules_and_what_is_missing() -> None:
+    model = _new()
+    first, second = (block.moe for block in model.blocks)
+    for set_, unset, asked, found in (
+        (
+            utils.set_z3_leaf_modules_by_name,
+            utils.unset_z3_leaf_modules_by_name,
+            ["blocks.1.moe", "blocks.2.moe", "blocks.0.moe"],
+            [second, first],
+        ),
+        (
+            utils.set_z3_leaf_modules_by_suffix,
+            utils.unset_z3_leaf_modules_by_suffix,
+            ["1.moe", "blocks.2.moe", ".moe"],
+            [second, first],
+        ),
+    ):
+        with pytest.raises(ValueError, match=r"none of \['blocks.2.moe'\] in Model"):  # DeepSpeed's class
+            set_(model, asked)
+        assert not utils.get_z3_leaf_modules(model)
+        assert set_(model, asked, raise_if_not_found=False) == (found, ["blocks.2.moe"])
+        assert utils.get_z3_leaf_modules(model) == [first, second]
+        assert unset(model, asked, raise_if_not_found=False) == (found, ["blocks.2.moe"])
+        assert not utils.get_z3_leaf_modules(model)
+        assert set_(model, [asked[0]]) == ([second], [])
+        assert set_(model, [asked[0]], False) == ([second], [])  # the third argument is DeepSpeed's flag
+        assert not utils.get_z3_leaf_modules(model)
+
+
+def _known_block(name: str) -> type[Experts]:
+    """A class with the qualified name of one in transformers, which is not imported."""
+    module, _, own = name.rpartition(".")
+    return type(own, (Experts,), {"__module__": module})
+
+
+def _with_known_blocks() -> nn.Module:
+    model = _new()
+    for block, name in zip(model.blocks, MOE_BLOCKS, strict=False):
+        block.moe.__class__ = _known_block(name)
+    return model
+
+
+def _check_defaults(rank: int) -> None:
+    given: list[dict[str, Any]] = [
+        {"stage": 3},
+        {"config": {"zero_optimization": {"stage": 3}}},
+        {"config": {"zero_optimization": {"stage": 3, "leaf_module": {"names": ["first"]}}}},
+    ]
+    for options in given:
+        model = _with_known_blocks()
+        with zero_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.5), **options):
+            leaves = utils.get_z3_leaf_modules(model)
+            assert [block.moe for block in model.blocks] == [leaf for leaf in leaves if leaf is not model.first]
+            model(*_data(0, rank)).square().mean().backward()  # each rank runs other experts
+    for options in ({"stage": 2}, {"config": {"zero_optimization": {"stage": 3, "leaf_module": {"classes": []}}}}):
+        model = _with_known_blocks()
+        with zero_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.5), **options):
+            assert not utils.get_z3_leaf_modules(model)
+    model = _new()  # has none of them: nothing happens
+    with zero_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.5), stage=3):
+        assert not utils.get_z3_leaf_modules(model)
+
+
+def test_known_mixtures_of_experts_are_leaf_modules_at_stage_3() -> None:
+    run_ranks(2, _check_defaults)
+
+
+def _check_given_classes(rank: int) -> None:
+    model = _with_known_blocks()
+    options = {"config": {"zero_optimization": {"stage": 3, "leaf_module": {"classes": ["LayerNorm"]}}}}
+    with zero_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.5), **options):
+        assert [type(module) for module in utils.get_z3_leaf_modules(model)] == [nn.LayerNorm] * 2
+    model = _new()
+    utils.set_z3_leaf_modules(model, [Experts])
+    with zero_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.5), stage=3):
+        assert [block.moe for block in model.blocks] == utils.get_z3_leaf_modules(model)
+    options = {"config": {"zero_optimization": {"stage": 3, "leaf_module": {"classes": ["Expert"]}}}}
+    model = _new()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.5)
+    with pytest.raises(ConfigError, match=r"none of \['Expert'\]"), zero_optimizer(model, sgd, **options):
+        pass
+
+
+def test_classes_that_are_given_replace_the_known_ones() -> None:
+    run_ranks(2, _check_given_classes)
+
+
+def test_transformers_has_the_known_classes() -> None:
+    for name in MOE_BLOCKS:
+        module, _, own = name.rpartition(".")
+        assert issubclass(getattr(pytest.importorskip(module), own), nn.Module)

@@ -120,6 +120,8 @@ def _default(value: object) -> str:
         return "-"
     if isinstance(value, bool):
         return str(value).lower()
+    if isinstance(value, tuple):
+        return ", ".join(f"`{one}`" for one in value)
     if isinstance(value, int) and value >= 100_000:
         return "unlimited" if value == 2**63 - 1 else f"{value:g}"
     return f"{value:g}" if isinstance(value, float) else str(value)

@@ -11,6 +11,11 @@ from typing import Any
 from zero._config.keys import ignored, key, limit, section
 from zero._config.setting_keys import StageSettings
 
+MOE_BLOCKS = (
+    "transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock",
+    "transformers.models.qwen2_moe.modeling_qwen2_moe.Qwen2MoeSparseMoeBlock",
+    "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeSparseMoeBlock",
+)
 FLAT = "parameters and gradients are always views of flat buckets"
 
 
@@ -64,7 +69,11 @@ class OffloadOptimizer:
 class LeafModule:
     """``leaf_module``."""
 
-    classes: tuple[str, ...] = key((), "module classes that are gathered as one unit", active_if="stage 3")
+    classes: tuple[str, ...] = key(
+        MOE_BLOCKS,
+        "module classes that are gathered as one unit; those of the default need not be in the model, others must",
+        active_if="stage 3",
+    )
     names: tuple[str, ...] = key((), "modules that are gathered as one unit, by name", active_if="stage 3")
     name_suffixes: tuple[str, ...] = key(
         (), "modules that are gathered as one unit, by the end of their name", active_if="stage 3"
