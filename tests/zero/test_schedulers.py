@@ -140,6 +140,24 @@ def test_curve(name: str) -> None:
         scheduler.step()
 
 
+@pytest.mark.parametrize("name", CURVES)
+def test_a_step_to_a_batch(name: str) -> None:
+    """step(n) is DeepSpeed's: batch n is that of the n-th optimizer step after the first one; then steps go on."""
+    kind, params, curve = CURVES[name]
+    optimizer = _optimizer()
+    scheduler = build_scheduler(kind, params, optimizer)
+    optimizer.step()
+    batch = -1
+    for given in (None, 0, 5, None, 29, 30, None, 59, 60, 160, 161, 12, None, 250, 299, None, 1000, 3):
+        scheduler.step(given)
+        batch = batch + 1 if given is None else given
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(curve(batch + 1), rel=1e-12, abs=1e-15), given
+        assert scheduler.get_last_lr() == [optimizer.param_groups[0]["lr"]]
+    by_name = "batch_iteration" if kind in ("LRRangeTest", "OneCycle") else "last_batch_iteration"
+    scheduler.step(**{by_name: 40})  # type: ignore[arg-type]
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(curve(41), rel=1e-12, abs=1e-15)
+
+
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="compares with DeepSpeed, of the extra peers")
 @pytest.mark.filterwarnings("ignore")  # DeepSpeed's
 def test_curves_are_deepspeeds() -> None:
@@ -182,16 +200,22 @@ def test_skipped_steps_do_not_move_the_curve() -> None:
 
 
 def test_momentum_goes_the_other_way() -> None:
-    optimizer = _optimizer()
     params = {"cycle_min_lr": 1e-3, "cycle_max_lr": 1e-2, "cycle_first_step_size": 10, "cycle_second_step_size": 20}
-    options = {"cycle_min_mom": 0.8, "cycle_max_mom": 0.9, "decay_step_size": 5, "decay_mom_rate": 0.01}
-    scheduler = build_scheduler("OneCycle", params | options, optimizer)
-    for t in range(40):
-        height = t / 10 if t <= 10 else (30 - t) / 20
-        expected = 0.9 - 0.1 * height if t <= 30 else 0.9 * (1 + 0.01 * (t - 30) / 5)
-        assert optimizer.param_groups[0]["betas"] == (pytest.approx(expected), 0.999)
-        optimizer.step()
-        scheduler.step()
+    decay = {"decay_step_size": 5, "decay_mom_rate": 0.01}
+    for bounds in ((0.8, 0.9), ([0.8, 0.6], [0.9, 0.95])):
+        optimizer = _optimizer(2)
+        momenta = dict(zip(("cycle_min_mom", "cycle_max_mom"), bounds, strict=True))
+        scheduler = build_scheduler("OneCycle", params | momenta | decay, optimizer)
+        of_groups = [(0.8, 0.9)] * 2 if bounds == (0.8, 0.9) else [(0.8, 0.9), (0.6, 0.95)]
+        for t in range(40):
+            height = t / 10 if t <= 10 else (30 - t) / 20
+            for group, (low, high) in zip(optimizer.param_groups, of_groups, strict=True):
+                expected = high - (high - low) * height if t <= 30 else high * (1 + 0.01 * (t - 30) / 5)
+                assert group["betas"] == (pytest.approx(expected), 0.999)
+            optimizer.step()
+            scheduler.step()
+    with pytest.raises(ConfigError, match="cycle_max_mom must be a number or one for each of 2 parameter groups"):
+        SCHEDULERS["OneCycle"](optimizer, 1e-3, 1e-2, cycle_max_mom=[0.9])
 
 
 @pytest.mark.parametrize("name", CURVES)

@@ -33,10 +33,9 @@ OPTIMIZER_OPTIONS: Mapping[str, Definition] = {
     **_optimizer(bool, "fp32_optimizer_states"),
 }
 SCHEDULER_OPTIONS: Mapping[str, Definition] = {
-    **_scheduler(Rate, "warmup_min_lr lr_range_test_min_lr cycle_min_lr cycle_max_lr"),
+    **_scheduler(Rate, "warmup_min_lr lr_range_test_min_lr cycle_min_lr cycle_max_lr cycle_min_mom cycle_max_mom"),
     **_scheduler(Rate | None, "warmup_max_lr"),
     **_scheduler(float, "warmup_min_ratio cos_min_ratio lr_range_test_step_rate decay_lr_rate decay_mom_rate"),
-    **_scheduler(float, "cycle_min_mom cycle_max_mom"),
     **_scheduler(int, "warmup_num_steps decay_step_size cycle_first_stair_count", minimum=0),
     **_scheduler(int | None, "cycle_second_stair_count", minimum=0),
     **_scheduler(int, "total_num_steps lr_range_test_step_size cycle_first_step_size", minimum=1),

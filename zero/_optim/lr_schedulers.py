@@ -13,8 +13,8 @@ With b the number of ``scheduler.step()`` calls so far minus 1 (so b = -1 in the
                    min / (1 + decay_lr_rate (b - first - second + 1) / decay_step_size); beta1 (or momentum) the other
                    way round between cycle_min_mom and cycle_max_mom
 
-Every bound may be a number, or a list with one for each parameter group. ``state_dict`` and ``get_last_lr`` are
-torch's. Source: DeepSpeed's documentation of learning-rate schedulers.
+``scheduler.step(n)`` sets b to n. Every bound may be a number, or a list with one for each parameter group.
+``state_dict`` and ``get_last_lr`` are torch's. Source: DeepSpeed's documentation of learning-rate schedulers.
 """
 
 from __future__ import annotations
@@ -73,6 +73,12 @@ class _BatchScheduler(LRScheduler):
     def batch(self) -> int:
         """Steps of the schedule so far, minus 1."""
         return int(self.last_epoch) - 1
+
+    def step(self, last_batch_iteration: int | None = None) -> None:
+        """Advance by one step, or to this batch, counted as DeepSpeed does: 0 after the first step."""
+        if last_batch_iteration is not None:
+            self.last_epoch = last_batch_iteration  # super().step() adds 1
+        super().step()
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's, with plain values only."""
@@ -205,6 +211,9 @@ class LRRangeTest(_BatchScheduler):
         factor = 1 + self._rate * (math.floor(steps) if self._has_stairs else steps)
         return [low * factor for low in self._low]
 
+    def step(self, batch_iteration: int | None = None) -> None:  # DeepSpeed's name, which lr_kwargs may give
+        super().step(batch_iteration)
+
 
 class OneCycle(_BatchScheduler):
     """One cycle of the learning rate up and down, and of the momentum down and up; then decay.
@@ -247,7 +256,9 @@ class OneCycle(_BatchScheduler):
         self._second_stairs = self._first_stairs if stairs is None else int(stairs)
         self._decay_step = chosen["decay_step_size"]
         self._decay_lr, self._decay_mom = chosen["decay_lr_rate"], chosen["decay_mom_rate"]
-        self._moms = (chosen["cycle_min_mom"], chosen["cycle_max_mom"]) if chosen["cycle_momentum"] else None
+        self._low_mom = _for_groups(chosen["cycle_min_mom"], optimizer, "cycle_min_mom")
+        self._high_mom = _for_groups(chosen["cycle_max_mom"], optimizer, "cycle_max_mom")
+        self._cycles_momentum = bool(chosen["cycle_momentum"])
         super().__init__(optimizer, chosen["last_batch_iteration"])
 
     def _height(self) -> float:
@@ -268,18 +279,23 @@ class OneCycle(_BatchScheduler):
     def get_lr(self) -> list[float]:  # type: ignore[override]
         """The learning rate of every group at this batch; sets the momentum beside it."""
         is_cycling = self.batch < self._first + self._second
-        if self._moms is not None:
-            low, high = self._moms
-            momentum = high - (high - low) * self._height() if is_cycling else high * self._decay(self._decay_mom)
-            for group in self.optimizer.param_groups:
-                if "betas" in group:
-                    group["betas"] = (momentum, group["betas"][1])
-                elif "momentum" in group:
-                    group["momentum"] = momentum
+        if self._cycles_momentum:
+            self._set_momentum(is_cycling=is_cycling)
         if is_cycling:
             height = self._height()
             return [low + (high - low) * height for low, high in zip(self._low, self._high, strict=True)]
         return [low / self._decay(self._decay_lr) for low in self._low]
+
+    def step(self, batch_iteration: int | None = None) -> None:  # DeepSpeed's name, which lr_kwargs may give
+        super().step(batch_iteration)
+
+    def _set_momentum(self, *, is_cycling: bool) -> None:
+        for group, low, high in zip(self.optimizer.param_groups, self._low_mom, self._high_mom, strict=True):
+            momentum = high - (high - low) * self._height() if is_cycling else high * self._decay(self._decay_mom)
+            if "betas" in group:
+                group["betas"] = (momentum, group["betas"][1])
+            elif "momentum" in group:
+                group["momentum"] = momentum
 
 
 SCHEDULERS: dict[str, Callable[..., LRScheduler]] = {
