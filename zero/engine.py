@@ -77,7 +77,9 @@ class Engine(nn.Module):
         self._config, self._batch_sizes = config, batch_sizes
         self._frozen = frozen
         self._boundary: bool | None = None if config.managed_gradient_accumulation else True
-        self._reports = Reports(optimizer, config, next(module.parameters()).device)
+        self._reports = Reports(optimizer, config, next(module.parameters()).device, batch_sizes.train)
+        self.monitor = self._reports.monitor
+        """Has ``write_events([(name, value, step), ...])``, for the configured monitors; the first rank writes."""
         optimizer.computes_grad_norm = config.zero_optimization.compute_grad_norm
         self._was_step_applied = False
         self._scale_gradients()
@@ -146,6 +148,7 @@ class Engine(nn.Module):
                 self.optimizer.scale(loss).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
             finally:
                 self._scale_gradients()
+            self._reports.add_loss(loss)
             return loss
 
     def _scale_gradients(self) -> None:

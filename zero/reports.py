@@ -1,4 +1,4 @@
-"""Reports that an engine logs on one rank: steps_per_print, wall_clock_breakdown, memory_breakdown, comms_logger."""
+"""Reports of an engine by one rank: steps_per_print, wall_clock_breakdown, memory_breakdown, comms_logger, monitors."""
 
 from __future__ import annotations
 
@@ -8,17 +8,24 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
 import zcomm
 from zero._config import Config
+from zero._config.key_support import is_float16
+from zero._ranks.rank_errors import on_every_rank
+from zero._runtime.monitors import Event, Monitor
 from zero.optimizer import ZeroOptimizer
 
 __all__ = ["Reports"]
 
 logger = logging.getLogger("zero")
 PHASES = ("forward", "backward", "gather", "reduce", "step")
+TIMED_EVENTS = {"forward": "forward", "backward": "backward", "reduce": "backward_allreduce", "step": "step"}
+"""DeepSpeed's names of phases."""
 MIB = 2**20
 
 
@@ -29,17 +36,38 @@ class Reports:
         optimizer: Its exchanges and memory are measured.
         config: ``steps_per_print``, ``wall_clock_breakdown``, ``memory_breakdown`` and ``comms_logger``.
         device: Where the parameters are.
+        train_batch_size: The samples of a step, in which monitors count; None: they count steps.
+
+    Raises:
+        BackendUnavailableError: A monitor's library is missing on the first rank. An error there is raised on all, and
+            the optimizer is closed.
     """
 
-    def __init__(self, optimizer: ZeroOptimizer, config: Config, device: torch.device) -> None:
+    def __init__(
+        self, optimizer: ZeroOptimizer, config: Config, device: torch.device, train_batch_size: int | None = None
+    ) -> None:
         self._optimizer, self._config, self._device = optimizer, config, device
         self._is_log_rank = optimizer.parts.runtime.is_log_rank
+        self._step_samples = train_batch_size or 1
+        self._loss: Tensor | None = None
+        self.monitor = self._open_monitor()
         self._seconds: dict[str, float] = {}
         if config.wall_clock_breakdown:
             optimizer.time_exchanges(self._timed)
         self._sent: zcomm.Traffic | None = None
         if config.comms_logger.enabled and self._is_log_rank:
             self._sent = zcomm.traffic().__enter__()
+
+    def _open_monitor(self) -> Monitor:
+        runtime = self._optimizer.parts.runtime
+        try:  # also without a monitor on this rank: ranks may have other sections
+            return on_every_rank(
+                lambda: Monitor(self._config, is_first_rank=self._is_log_rank), self._optimizer.topology
+            )
+        except Exception:
+            with runtime.gathered(runtime.buckets):  # the model stays full
+                self._optimizer.close()
+            raise
 
     @contextmanager
     def around(self, phase: str) -> Iterator[None]:
@@ -54,8 +82,15 @@ class Reports:
         if self._config.memory_breakdown and self._is_log_rank:
             logger.info("memory after %s: %s", phase, self._memory())
 
+    def add_loss(self, loss: Tensor) -> None:
+        """Add a backward's loss, already divided by the accumulation steps, to that of the step."""
+        if self.monitor.is_writing:
+            self._loss = loss.detach().float() if self._loss is None else self._loss + loss.detach()
+
     def end_step(self, step: int, line: str) -> None:
         """Log what is due after ``step`` steps; ``line`` is for steps_per_print."""
+        if self.monitor.is_writing:
+            self.monitor.write_events(self._events(step))
         config = self._config
         is_due = bool(config.steps_per_print) and step % (config.steps_per_print or 1) == 0
         if self._is_log_rank:
@@ -69,10 +104,24 @@ class Reports:
         self._seconds.clear()
 
     def close(self) -> None:
-        """Log what has been sent since the start, or since the last step if every step is logged."""
+        """Log what has been sent since the start, or since the last step if every step is logged; close monitors."""
+        self.monitor.close()
         if self._sent is not None:
             self._log_sent("since the last step" if self._config.comms_logger.verbose else "by this engine")
             self._sent = None
+
+    def _events(self, step: int) -> list[Event]:
+        """What DeepSpeed writes after a step, and the mean loss over its backwards."""
+        optimizer = self._optimizer
+        values: dict[str, Any] = {} if self._loss is None else {"train_loss": self._loss}
+        values["lr"] = float(optimizer.param_groups[0]["lr"])
+        if optimizer.loss_scale is not None and is_float16(self._config):
+            values["loss_scale"] = optimizer.loss_scale.scale
+        if self._config.wall_clock_breakdown:
+            for phase, name in TIMED_EVENTS.items():
+                values[f"elapsed_time_ms_{name}"] = 1e3 * self._seconds.get(phase, 0.0)
+        self._loss = None
+        return [(f"Train/Samples/{name}", value, step * self._step_samples) for name, value in values.items()]
 
     def _log_sent(self, when: str) -> None:
         assert self._sent is not None, "nothing was counted"

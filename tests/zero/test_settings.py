@@ -12,6 +12,7 @@ import torch
 from zcomm import ConfigError
 from zero import ZeroSettings
 from zero._config.keys import definitions, own_keys
+from zero._config.resolved import resolve_config
 from zero._config.sections import Config
 from zero._config.settings import setting_name
 
@@ -50,9 +51,10 @@ def test_a_setting_and_its_key_are_alike() -> None:
     """But for the stage: without a configuration it is 1, and 0 in a configuration that does not name it."""
     settings, compared = own_keys(ZeroSettings), 0
     for definition in definitions(Config):
-        if (name := setting_name(definition.name)) and name not in ("stage", "gradient_accumulation_steps"):
+        if (name := setting_name(definition.path)) and name not in ("stage", "gradient_accumulation_steps"):
             setting = settings[name]
             assert (setting.kind, setting.default) == (definition.kind, definition.default), name
             assert setting.key.minimum == definition.key.minimum, name
             compared += 1
     assert compared == len(settings) - 2
+    assert resolve_config({"comet": {"mode": "create"}}, {}).settings.mode is None  # a section's own key

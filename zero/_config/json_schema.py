@@ -116,7 +116,7 @@ def _meaning(definition: Definition) -> str:
 
 
 def _default(value: object) -> str:
-    if value is None or value in ({}, ()):
+    if value is None or value in ({}, (), ""):
         return "-"
     if isinstance(value, bool):
         return str(value).lower()

@@ -71,6 +71,10 @@ CONDITIONS = {
         "zcomm.delayed_update is false, or offload_optimizer.device is none",
     ),
     "comms_logger": Condition(lambda c: c.comms_logger.enabled, "comms_logger is not enabled"),
+    "tensorboard": Condition(lambda c: c.tensorboard.enabled, "tensorboard is not enabled"),
+    "csv_monitor": Condition(lambda c: c.csv_monitor.enabled, "csv_monitor is not enabled"),
+    "wandb": Condition(lambda c: c.wandb.enabled, "wandb is not enabled"),
+    "comet": Condition(lambda c: c.comet.enabled, "comet is not enabled"),
     "one buffer": Condition(
         lambda c: c.activation_checkpointing.contiguous_memory_optimization, "contiguous_memory_optimization is false"
     ),

@@ -114,7 +114,7 @@ def _settings_of(configuration: Configuration, *, has_config: bool) -> dict[str,
     """The fields of ZeroSettings that ``configuration`` sets. Without one, stage keeps ZeroOptimizer's own default."""
     found = {}
     for setting in settings_of(configuration):
-        field = setting_name(setting.definition.name)
+        field = setting_name(setting.definition.path)
         if field and (setting.is_given or (has_config and field == "stage")):
             found[field] = setting.value
     config = configuration.values

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zero._config.keys import ignored, key, section
+from zero._config.monitor_sections import Comet, CsvMonitor, TensorBoard, Wandb
 from zero._config.optimizer_options import OPTIMIZER_OPTIONS, SCHEDULER_OPTIONS
 from zero._config.setting_keys import WireSettings
 from zero._config.zero_section import ZeroOptimization
@@ -264,10 +265,10 @@ class Config:
     comms_logger: CommsLogger = section(CommsLogger, "what is sent")
     flops_profiler: dict[str, Any] = key({}, "-", inactive=MONITORING_ONLY)
     timers: dict[str, Any] = key({}, "-", inactive=MONITORING_ONLY)
-    tensorboard: dict[str, Any] = key({}, "-", inactive=MONITORING_ONLY)
-    wandb: dict[str, Any] = key({}, "-", inactive=MONITORING_ONLY)
-    comet: dict[str, Any] = key({}, "-", inactive=MONITORING_ONLY)
-    csv_monitor: dict[str, Any] = key({}, "-", inactive=MONITORING_ONLY)
+    tensorboard: TensorBoard = section(TensorBoard, "TensorBoard")
+    wandb: Wandb = section(Wandb, "Weights & Biases")
+    comet: Comet = section(Comet, "Comet")
+    csv_monitor: CsvMonitor = section(CsvMonitor, "CSV files")
     nebula: dict[str, Any] = key({}, "-", inactive="DeepSpeed's service only")
     amp: dict[str, Any] = key({}, "-", unavailable="Apex AMP (use fp16, bf16 or torch_autocast)")
     elasticity: dict[str, Any] = key({}, "-", unavailable="elasticity")

@@ -77,9 +77,10 @@ class ZeroSettings(StageSettings, WireSettings):
             raise ConfigError(f"gradient_dtype must be a floating dtype: gradient_dtype={self.gradient_dtype!r}")
 
 
-def setting_name(key_name: str) -> str:
-    """The setting that a key of ``zero_optimization`` or ``zcomm`` sets; empty if none."""
-    names = {field.name for field in fields(ZeroSettings)}
+def setting_name(path: str) -> str:
+    """The setting that a key at the top, of ``zero_optimization`` or of ``zcomm`` sets; empty if none."""
+    section, _, key_name = path.rpartition(".")
+    names = {field.name for field in fields(ZeroSettings)} if section in ("", "zero_optimization", "zcomm") else ()
     return next((name for name in (key_name, key_name.removeprefix("zero_")) if name in names), "")
 
 
