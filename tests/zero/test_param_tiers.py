@@ -244,6 +244,23 @@ def check_faults(rank: int, folder: str) -> None:
         assert_same_bits(expected, full_values(model))
 
 
+def check_damaged_access(rank: int, folder: str) -> None:
+    """Found by simulation (training, seed 20261126002493): a block got NaN in place of values that could not be read."""
+    model = new_model()
+    with zero_optimizer(model, stage=3, offload_param=offload("nvme", folder)) as optimizer:
+        if rank == 1:
+            damage(optimizer, "blocks.2.mlp.0.weight")
+        for access in (lambda: gathered_sum(model), model.state_dict):
+            with pytest.raises((OSError, zcomm.StateError), match=r"rank 1: .*bucket|bucket"):
+                access()
+        gathered_sum(model.blocks[0])
+
+
+def gathered_sum(module: nn.Module) -> float:
+    with GatheredParameters(module.parameters()):
+        return sum(param.sum().item() for param in module.parameters())
+
+
 def check_refusals(rank: int, folder: str) -> None:
     for path, free, words in (
         (f"{folder}/none", None, "No such file"),
@@ -262,4 +279,5 @@ def check_refusals(rank: int, folder: str) -> None:
 
 def test_what_goes_wrong_with_files_is_raised_on_every_rank(tmp_path: Path) -> None:
     run_ranks(2, check_faults, str(tmp_path))
+    run_ranks(2, check_damaged_access, str(tmp_path))
     run_ranks(2, check_refusals, str(tmp_path))

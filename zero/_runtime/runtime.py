@@ -228,6 +228,7 @@ class Runtime:
             bucket.hold(Hold.ACCESS)
         try:
             self.gatherer.acquire_all(buckets)
+            self.gatherer.agree()  # what a failed read has left NaN must not be handed out
             yield
         finally:
             for bucket in buckets:
