@@ -85,6 +85,7 @@ def _versions() -> dict[str, str]:
         "python": platform.python_version(),
         "torch": torch.__version__ if is_tested else f"{torch.__version__} (outside the tested range {tested})",
         "numpy": _version("numpy"),
+        "deepspeed": _version("deepspeed"),
         "triton": _version("triton"),
     }
 

@@ -89,36 +89,58 @@ def initialize(
     if dist_init_required is False and not torch.distributed.is_initialized():
         raise StateError("torch.distributed is not initialized: dist_init_required=False; call init_process_group()")
     init_distributed(distributed_port=distributed_port)
-    ranks = data_parallel(mpu)
+    ranks, trainable = data_parallel(mpu), _trainable(model)
 
-    def prepare() -> tuple[nn.Module, Configuration, BatchSizes, RankDataLoader | None, Optimizer]:
+    def prepare() -> _Prepared:
         configuration = engine_class.read_config(_find_source(args, config, config_params))
-        _check_configuration(configuration)
-        _check_mesh(mesh_param, ranks.world_size)
+        _check_configuration(configuration, mesh_param, ranks)
         sizes = solve_batch_sizes(configuration.values, ranks.world_size)
         data = _new_dataloader(training_data, ranks, sizes, configuration, collate_fn)
-        if not isinstance(model, nn.Module):
-            raise ConfigError(f"model must be a torch.nn.Module: got {model!r}")
-        check_is_plain(model)  # moving the model would untie parameters that share memory
-        move(model, local_device(args))
-        return model, configuration, sizes, data, _choose_optimizer(optimizer, model, model_parameters, configuration)
+        placed = _placed(model, local_device(args))
+        built = _choose_optimizer(optimizer, placed, model_parameters, configuration)
+        return _Prepared(placed, configuration, sizes, data, built)
 
-    trainable = [param for param in model.parameters() if param.requires_grad] if isinstance(model, nn.Module) else []
-    model, configuration, batch_sizes, loader, chosen = on_every_rank(prepare, ranks.group)
-    wrapped = engine_class.optimizer_class(model, chosen, config=configuration, group=ranks)
-    scheduler = _choose_scheduler(lr_scheduler, model, wrapped, configuration)
-    engine = engine_class(
-        model,
-        wrapped,
-        lr_scheduler=scheduler,
-        config=configuration.values,
-        batch_sizes=batch_sizes,
-        frozen=[param for param in trainable if not param.requires_grad],
-    )
-    engine.training_dataloader = loader
+    engine = _build(engine_class, on_every_rank(prepare, ranks.group), ranks, lr_scheduler, trainable)
+    return Initialized(engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler)
+
+
+class _Prepared(NamedTuple):
+    """What every rank has checked before any process group is made."""
+
+    model: nn.Module
+    configuration: Configuration
+    batch_sizes: BatchSizes
+    loader: RankDataLoader | None
+    optimizer: Optimizer
+
+
+def _build(
+    engine_class: type[Engine], ready: _Prepared, ranks: DataParallel, scheduler: Any, trainable: list[nn.Parameter]
+) -> Engine:
+    model, configuration = ready.model, ready.configuration
+    optimizer = engine_class.optimizer_class(model, ready.optimizer, config=configuration, group=ranks)
+    scheduler = _choose_scheduler(scheduler, model, optimizer, configuration)
+    config, sizes = configuration.values, ready.batch_sizes
+    frozen = [param for param in trainable if not param.requires_grad]
+    engine = engine_class(model, optimizer, lr_scheduler=scheduler, config=config, batch_sizes=sizes, frozen=frozen)
+    engine.training_dataloader = ready.loader
     if ranks.rank == ranks.model_parallel.rank == 0:
-        _announce(configuration, batch_sizes, ranks)
-    return Initialized(engine, wrapped, loader, scheduler)
+        _announce(configuration, sizes, ranks)
+    return engine
+
+
+def _trainable(model: Any) -> list[nn.Parameter]:
+    params = model.parameters() if isinstance(model, nn.Module) else ()
+    return [param for param in params if param.requires_grad]
+
+
+def _placed(model: Any, device: torch.device) -> nn.Module:
+    """``model`` on ``device``."""
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model must be a torch.nn.Module: got {model!r}")
+    check_is_plain(model)  # moving the model would untie parameters that share memory
+    move(model, device)
+    return model
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -139,8 +161,9 @@ def _find_source(args: Any, config: Source | None, config_params: Source | None)
     return given[0]
 
 
-def _check_configuration(configuration: Configuration) -> None:
+def _check_configuration(configuration: Configuration, mesh_param: Sequence[int] | None, ranks: DataParallel) -> None:
     check_available(configuration)
+    _check_mesh(mesh_param, ranks.world_size)
     if configuration.values.log_level is not None:
         logger.setLevel(configuration.values.log_level.upper())
 

@@ -46,9 +46,10 @@ def _run(engine: Any, rank: int, *, steps: int, num_micro: int, plain_backward: 
     for step in range(steps):
         for micro in range(num_micro):
             assert engine.is_gradient_accumulation_boundary() == (micro == num_micro - 1)
+            assert engine.was_step_applied() == (step > 0 and micro == 0)
             loss = engine(*batch(step, micro, rank))
             if plain_backward:
-                (loss / num_micro).backward()
+                loss.backward()
             else:
                 engine.backward(loss)
             engine.step()
@@ -82,14 +83,14 @@ def test_engine_equals_single_process(stage: int, num_micro: int, plain_backward
 BACKWARDS: dict[str, tuple[Callable[[Any, Tensor], object], float]] = {
     "engine": (lambda engine, loss: engine.backward(loss), 1.0),
     "engine, undivided": (lambda engine, loss: engine.backward(loss, scale_wrt_gas=False), 4.0),
-    "plain": (lambda _, loss: loss.backward(), 4.0),
-    "scaled": (lambda engine, loss: engine.scale(loss).backward(), 4.0),
-    "plain, divided": (lambda engine, loss: (loss / engine.gradient_accumulation_steps()).backward(), 1.0),
+    "plain": (lambda _, loss: loss.backward(), 1.0),
+    "scaled": (lambda engine, loss: engine.scale(loss).backward(), 1.0),
+    "plain, divided": (lambda engine, loss: (loss / engine.gradient_accumulation_steps()).backward(), 0.25),
 }
 
 
 def _check_who_divides(rank: int, stage: int) -> None:
-    """The loss sums 8 weights, so a step of SGD shows whether user, engine or both divide by the accumulation."""
+    """The loss sums 8 weights, so a step of SGD shows how often a gradient is divided by the accumulation."""
     for fp16 in (False, True):
         for name, (backward, expected) in BACKWARDS.items():
             if fp16 and name.startswith("plain"):
@@ -108,7 +109,7 @@ def _check_who_divides(rank: int, stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_only_the_engines_backward_divides_by_the_accumulation_steps(stage: int) -> None:
+def test_each_backward_is_divided_by_the_accumulation_steps_once(stage: int) -> None:
     run_ranks(2, _check_who_divides, stage)
 
 
@@ -417,11 +418,12 @@ def _check_mistakes(rank: int) -> None:
     refused(ConfigError, "model must be", model=None)
     refused(ConfigError, "a configuration must be given", config=None)
     refused(ConfigError, "only one configuration", config_params=_config(2))
-    refused(ConfigError, "an optimizer must be given", optimizer=None)
     refused(ConfigError, r"must return a torch\.optim\.Optimizer", optimizer=lambda _: 3)
     refused(ConfigError, "train_batch_size=7.*world size=2", config=_config(1, train_batch_size=7))
     refused(ConfigError, "training_data needs", training_data=Squares())
     refused(ConfigError, "mpu must be", mpu=3)
+    refused(NotAvailableError, r"sequence parallelism .*mesh_param=\(1, 2\)", mesh_param=(1, 2))
+    refused(ConfigError, r"mesh_param\[0\] must be the number of ranks: 3, not 2", mesh_param=(3, 1))
     refused(
         NotAvailableError,
         "bf16_optimizer_states=True",
@@ -442,6 +444,53 @@ def _check_mistakes(rank: int) -> None:
 
 def test_mistakes_are_named_and_leave_the_model_alone() -> None:
     run_ranks(2, _check_mistakes)
+
+
+def _check_evaluation(rank: int, stage: int) -> None:
+    """Without an optimizer, by position as DeepSpeed's: outputs of the plain model, nothing to train, all undone."""
+    plain, model, tokens = new_model(torch.float32), new_model(torch.float32), batch(0, 0, rank)[0]
+    model.wte.weight.requires_grad_(requires_grad=False)
+    engine, optimizer, *_ = deepspeed.initialize(None, model, None, [], config=_config(stage), mesh_param=(2, 1))
+    held = optimizer.memory().by_kind
+    assert held["states"] == held["gradients"] == 0
+    with torch.no_grad():
+        assert torch.equal(engine(tokens), plain(tokens))
+    assert isinstance(engine, nn.Module)
+    assert [name for name, _ in engine.named_parameters()] == [f"module.{name}" for name, _ in plain.named_parameters()]
+    with pytest.raises(StateError, match=r"initialize.. without an optimizer freezes them all"):
+        engine.backward(engine(tokens).sum())
+    with deepspeed.GatheredParameters(model.parameters()):
+        engine.destroy()
+    trainable = {name for name, param in model.named_parameters() if param.requires_grad}
+    assert trainable == {name for name, _ in plain.named_parameters()} - {"wte.weight"}
+    again, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.SGD, config=_config(stage))
+    again.backward(loss_of(again, *batch(0, 0, rank)))
+    again.step()
+    assert again.was_step_applied()
+    again.destroy()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_without_an_optimizer_a_model_is_evaluated(stage: int) -> None:
+    run_ranks(2, _check_evaluation, stage)
+
+
+def test_a_name_that_neither_engine_nor_model_has_is_the_engines() -> None:
+    run_ranks(1, _check_names)
+
+
+def _check_names(rank: int) -> None:
+    model = nn.Linear(2, 2)
+    model.own = 3  # type: ignore[assignment]
+    engine, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.SGD, config=_config(1))
+    assert (engine.own, engine.in_features, engine.training) == (3, 2, True)
+    assert not hasattr(engine, "local_rank")
+    with pytest.raises(AttributeError, match="'Engine' object has no attribute 'local_rank', nor has its model"):
+        _ = engine.local_rank
+    assert engine.eval() is engine
+    assert not model.training
+    assert list(engine.state_dict()) == ["weight", "bias"]
+    engine.destroy()
 
 
 def test_namespace() -> None:

@@ -11,6 +11,10 @@ Inside such a process ``import deepspeed`` and its submodules give the names of 
 ``importlib.metadata.version("deepspeed")`` the version whose interface they follow. Nothing is installed under that
 name. A real DeepSpeed in the same environment is used by processes that do not ask, and never mixed with this.
 
+In:  the names of DeepSpeed 0.19.8 that scripts and front ends use.
+Out: this library's classes and functions, with DeepSpeed's signatures and defaults.
+Called by: users; nothing else in the library.
+
 The adapters of this package are the only code that knows of old names: :mod:`zero.compat.engine` adds methods to
 :class:`zero.Engine`, :mod:`zero.compat.parameters` the attributes ``ds_*`` to parameters.
 """

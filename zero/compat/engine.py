@@ -399,8 +399,8 @@ class DeepSpeedEngine(zero.Engine):
             load_optimizer_states: See there.
             load_lr_scheduler_states: See there.
             load_module_only: See there.
-            custom_load_fn: Called with ``src=`` the checkpoint's weights and ``dst=`` the model, on the first rank,
-                after the rest is loaded; all ranks get the result.
+            custom_load_fn: Called on every rank with ``src=`` the checkpoint's weights and ``dst=`` the model, with full
+                parameters, after the rest is loaded. All ranks get the first one's result.
         """
         loaded = super().load_checkpoint(
             load_dir, tag, load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only
@@ -411,9 +411,9 @@ class DeepSpeedEngine(zero.Engine):
         return loaded
 
     def _load_by(self, load: Callable[..., Any], weights: Callable[[], Mapping[str, Any]]) -> None:
+        values = weights()
         with zero.GatheredParameters(self.module.parameters(), modifier_rank=0), torch.no_grad():
-            if self.get_data_parallel_rank() == 0:
-                load(src=weights(), dst=self.module)
+            load(src=values, dst=self.module)
 
 
 def initialize(

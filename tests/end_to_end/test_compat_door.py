@@ -1,0 +1,164 @@
+"""python -m zero.compat: a DeepSpeed script runs unchanged; names that do not exist say so; nothing else is touched."""
+
+# covers zero/compat/door.py zero/compat/__main__.py zero/compat/comm.py zero/compat/helpers.py
+# covers zero/compat/accelerator.py
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = Path(__file__).parent / "door_script.py"
+pytestmark = pytest.mark.timeout(300)
+
+
+def _run(*arguments: str, **variables: str) -> str:
+    """What a Python process prints, both streams; its exit code must be 0."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables}
+    done = subprocess.run(
+        [sys.executable, *arguments], env=env, capture_output=True, text=True, timeout=250, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def test_a_script_runs_unchanged(tmp_path: Path) -> None:
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 2}},
+        "zero_optimization": {"stage": 3},
+    }
+    (tmp_path / "ds.json").write_text(json.dumps(config))
+    printed = _run(
+        "-m", "zero.compat", str(SCRIPT), str(tmp_path / "saved"), "--deepspeed_config", str(tmp_path / "ds.json")
+    )
+    assert "the end 0.19.8+zcomm.zero" in printed
+    assert printed.count("gives zcomm-zero's names, and no code of DeepSpeed") == 1
+    assert "a line on rank 0" in printed
+
+
+CLOSED = """
+import importlib.metadata, importlib.util, sys
+import zero, zero.compat
+assert importlib.util.find_spec("deepspeed") is None
+try:
+    importlib.metadata.version("deepspeed")
+except importlib.metadata.PackageNotFoundError:
+    print("closed")
+from torch import nn
+assert not hasattr(nn.Parameter, "ds_id")
+"""
+
+OPEN = """
+import importlib, importlib.metadata, sys
+import zero.compat
+zero.compat.as_deepspeed()
+zero.compat.as_deepspeed()
+assert importlib.metadata.version("deepspeed") == "0.19.8+zcomm.zero"
+assert importlib.metadata.metadata("deepspeed")["Name"] == "deepspeed"
+assert "deepspeed" in importlib.metadata.packages_distributions()
+from packaging.version import parse
+assert parse("0.19.8") <= parse(importlib.metadata.version("deepspeed")) < parse("0.19.9")
+import deepspeed
+for line in sys.argv[1:]:
+    try:
+        exec(line)
+    except (ImportError, AttributeError, NotImplementedError, ValueError) as error:
+        print(type(error).__name__, "|", error)
+    else:
+        print("no error |", line)
+for name in ("init_inference", "PipelineModule"):
+    assert not isinstance(3, getattr(deepspeed, name))
+assert not hasattr(deepspeed, "nonsense")
+from zero.compat import names
+for module, found in names.NAMES.items():  # every listed name is there
+    opened = importlib.import_module("deepspeed" + ("." + module if module else ""))
+    for target in found.values():
+        for name in target.split():
+            getattr(opened, name)
+            assert name in dir(opened)
+print("all names")
+"""
+
+ABSENT = {
+    "from deepspeed import nonsense": "deepspeed.nonsense is not a name that zcomm-zero provides",
+    "import deepspeed.nonsense": "deepspeed.nonsense is not a name that zcomm-zero provides",
+    "deepspeed.nonsense": "deepspeed.nonsense is not a name that zcomm-zero provides",
+    "from deepspeed.pipe import nonsense": "for pipeline parallelism use torch.distributed.pipelining",
+    "from deepspeed.ops.op_builder import CPUAdamBuilder": "nothing has to be built here",
+    "import deepspeed.runtime.pipe.engine": "for pipeline parallelism use torch.distributed.pipelining",
+    "import deepspeed.inference.v2": "for inference call initialize() without an optimizer",
+    "deepspeed.init_inference(3)": "for inference call initialize() without an optimizer",
+    "deepspeed.tp_model_init(model=3)": "for tensor parallelism",
+    "deepspeed.pipe.PipelineModule(layers=[])": "for pipeline parallelism use torch.distributed.pipelining",
+    "class Mine(deepspeed.PipelineModule): pass": "for pipeline parallelism use torch.distributed.pipelining",
+    "deepspeed.moe.layer.MoE(3)": "mark it by deepspeed.utils.set_z3_leaf_modules",
+    "deepspeed.zero.MiCS_Init()": "use hpZ",
+    "deepspeed.profiling.flops_profiler.FlopsProfiler(3)": "FlopCounterMode",
+    "import deepspeed.launcher.launch": "torchrun -m zero.compat",
+}
+
+
+def test_a_process_that_does_not_ask_has_no_deepspeed() -> None:
+    assert "closed" in _run("-c", CLOSED)
+
+
+def test_names_that_do_not_exist_say_what_to_use() -> None:
+    printed = _run("-c", OPEN, *ABSENT).splitlines()
+    assert "all names" in printed
+    lines = [line for line in printed if " | " in line]
+    assert len(lines) == len(ABSENT)
+    for line, (code, expected) in zip(lines, ABSENT.items(), strict=True):
+        assert expected in line, code
+        assert not line.startswith("no error"), code
+
+
+REAL = """
+import sys
+import deepspeed
+assert deepspeed.IS_REAL
+import zero.compat
+try:
+    zero.compat.as_deepspeed()
+except zero.compat.door.StateError as error:
+    print(error)
+assert deepspeed.IS_REAL
+"""
+
+
+def test_a_real_deepspeed_is_used_or_hidden_never_mixed(tmp_path: Path) -> None:
+    package = tmp_path / "deepspeed"
+    package.mkdir()
+    (package / "__init__.py").write_text("IS_REAL = True\n")
+    metadata = tmp_path / "deepspeed-0.1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: deepspeed\nVersion: 0.1.0\n")
+    path = f"{tmp_path}{os.pathsep}{ROOT}"
+    printed = _run("-c", REAL, PYTHONPATH=path)
+    assert "deepspeed has been imported already" in printed
+    assert str(package) in printed
+    hidden = (
+        "import zero.compat, importlib.metadata as m; zero.compat.as_deepspeed(); import deepspeed; "
+        "assert not hasattr(deepspeed, 'IS_REAL'); print(m.version('deepspeed'))"
+    )
+    assert "0.19.8+zcomm.zero" in _run("-c", hidden, PYTHONPATH=path)
+
+
+def test_zcomm_env_says_whose_names_they_are() -> None:
+    assert "0.19.8+zcomm.zero" in _run("-m", "zero.compat", "-m", "zcomm", "env")
+
+
+def test_nothing_to_run_is_a_usage_error() -> None:
+    for arguments in ((), ("-m",)):
+        done = subprocess.run(
+            [sys.executable, "-m", "zero.compat", *arguments], capture_output=True, text=True, cwd=ROOT, check=False
+        )
+        assert done.returncode == 2
+        assert "usage: python -m zero.compat" in done.stderr

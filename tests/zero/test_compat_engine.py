@@ -1,0 +1,267 @@
+"""The adapters of zero.compat over ranks: DeepSpeed's defaults, engine, optimizers and attributes of parameters."""
+
+# covers zero/compat/engine.py zero/compat/parameters.py zero/compat/optimizers.py zero/compat/checkpoint_files.py
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zero
+from tests.ranks import run_ranks
+from tests.zero.models import batch, loss_of, new_model
+from zcomm import ConfigError
+from zero.compat import checkpoint_files, engine, optimizers, parameters
+
+CONFIG: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_accumulation_steps": 3,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 4}},
+}
+
+
+def _engine(stage: int, model: nn.Module | None = None, **config: Any) -> engine.DeepSpeedEngine:
+    given = {**CONFIG, "zero_optimization": {"stage": stage}, **config}
+    built, optimizer, _, _ = engine.initialize(None, model or new_model(torch.float32), None, None, config=given)
+    assert isinstance(built, engine.DeepSpeedEngine)
+    assert isinstance(optimizer, engine.DeepSpeedOptimizer)
+    return built
+
+
+def _train(built: engine.DeepSpeedEngine, rank: int, steps: int) -> None:
+    for step in range(steps):
+        for micro in range(built.gradient_accumulation_steps()):
+            built.backward(loss_of(built, *batch(step, micro, rank)))
+            built.step()
+
+
+def _check_methods(rank: int, stage: int) -> None:
+    built = _engine(stage)
+    assert (built.zero_optimization(), built.zero_optimization_stage()) == (stage > 0, stage)
+    shards = built.zero_optimization_partition_gradients(), built.zero_optimization_partition_weights()
+    assert shards == (stage >= 2, stage >= 3)
+    assert (built.global_rank, built.world_size, built.dp_world_size, built.mp_world_size) == (rank, 2, 2, 1)
+    assert (built.fp16_enabled(), built.bfloat16_enabled(), built.torch_autocast_enabled()) == (False, False, False)
+    assert (built.gradient_clipping(), built.get_batch_info()) == (1.0, (12, 2, 3))
+    assert (built.optimizer_name(), built.optimizer_params(), built.scheduler_name()) == (
+        "AdamW", {"lr": 1e-2}, "WarmupLR"
+    )  # fmt: skip
+    assert built.config["zero_optimization"]["stage"] == stage
+    assert built.get_data_types() == (torch.float32, torch.float32)
+    _train(built, rank, 2)
+    assert (built.global_steps, built.global_samples, built.optimizer.overflow) == (2, 24, False)
+    assert (built.get_data_parallel_rank(), built.get_model_parallel_rank(), built.dynamic_loss_scale()) == (
+        rank,
+        0,
+        False,
+    )
+    built.set_lr(0.25)
+    assert built.get_lr() == [0.25]
+    assert isinstance(built.client_optimizer, torch.optim.AdamW)
+    built.destroy()
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_an_engine_answers_what_scripts_ask(stage: int) -> None:
+    run_ranks(2, _check_methods, stage)
+
+
+def _check_batch_sizes(rank: int) -> None:
+    """The weights get a gradient of one for each sample: a step of SGD shows by what it was divided."""
+    model = nn.Linear(8, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    sgd = {"type": "SGD", "params": {"lr": 1.0}}
+    built = _engine(2, model, optimizer=sgd, gradient_clipping=0, scheduler={}, train_micro_batch_size_per_gpu=1)
+    built.set_train_batch_size(8)
+    assert built.get_batch_info() == (8, 1, 4)
+    for micro in range(4):
+        assert built.is_gradient_accumulation_boundary() == (micro == 3)
+        built(torch.full((1, 8), float(micro))).sum().backward()
+        built.step()
+    assert torch.equal(built.module_state_dict()["weight"], torch.full((1, 8), -1.5))
+    built.set_train_micro_batch_size(2)
+    assert built.get_batch_info() == (16, 2, 4)
+    with pytest.raises(ConfigError, match="train_batch_size must be a multiple of 4: 6"):
+        built.set_train_batch_size(6)
+    built.destroy()
+
+
+def test_batch_sizes_can_be_changed() -> None:
+    run_ranks(2, _check_batch_sizes)
+
+
+def test_deepspeeds_defaults_are_added_where_nothing_is_given(tmp_path: Path) -> None:
+    added = engine.with_defaults({"zero_optimization": {"stage": 3}})
+    assert added == {
+        "gradient_clipping": 1.0, "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 100_000}
+    }  # fmt: skip
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"zero_optimization": {"param_persistence_threshold": 5}, "gradient_clipping": 0.5}))
+    assert engine.with_defaults(path) == json.loads(path.read_text())
+    assert engine.with_defaults({"zero_optimization": True}) == {"zero_optimization": True, "gradient_clipping": 1.0}
+    config = engine.DeepSpeedConfig({"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}})
+    assert (config.zero_optimization_stage, config.zero_enabled, config.bf16.enabled) == (2, True, True)
+    with pytest.raises(ConfigError, match="config must be a dict or the path"):
+        engine.with_defaults(3)  # type: ignore[arg-type]
+
+
+def _check_attributes(rank: int) -> None:
+    before = set(vars(nn.Parameter))
+    parameters.add_attributes()
+    try:
+        model = new_model(torch.float32)
+        values = {name: param.detach().clone() for name, param in model.named_parameters()}
+        assert not hasattr(model.wte.weight, "ds_id")
+        built = _engine(3, model, zero_optimization={"stage": 3, "stage3_param_persistence_threshold": 100})
+        numbers = set()
+        for name, param in model.named_parameters():
+            is_small = values[name].numel() < 100
+            expected = parameters.ZeroParamStatus.AVAILABLE if is_small else parameters.ZeroParamStatus.NOT_AVAILABLE
+            assert param.ds_status == expected, name
+            assert (param.ds_shape, param.ds_numel) == (values[name].shape, values[name].numel())
+            assert parameters.is_zero_param(param)
+            numbers.add(param.ds_id)
+            assert param.ds_id == param.ds_id
+            with zero.GatheredParameters(param):
+                assert param.ds_status == parameters.ZeroParamStatus.AVAILABLE
+            if not is_small:  # the ranks' parts, one after the other, are the parameter
+                assert param.ds_tensor.ds_numel == param.ds_tensor.numel()
+                sizes = torch.tensor([param.ds_tensor.numel()])
+                torch.distributed.all_reduce(sizes)
+                assert sizes.item() == values[name].numel()
+                flat = values[name].flatten()
+                own = param.ds_tensor
+                first = 0 if rank == 0 else flat.numel() - own.numel()
+                assert torch.equal(own, flat[first : first + own.numel()])
+        assert len(numbers) == len(values)
+        built.destroy()
+    finally:
+        for name in set(vars(nn.Parameter)) - before:
+            delattr(nn.Parameter, name)
+
+
+def test_parameters_have_deepspeeds_attributes_at_stage_3() -> None:
+    run_ranks(2, _check_attributes)
+
+
+def _check_custom_load(rank: int, stage: int, folder: str) -> None:
+    built = _engine(stage)
+    _train(built, rank, 2)
+    built.save_checkpoint(folder, tag="a")
+    saved = {name: value.clone() for name, value in built.module_state_dict().items()}
+    _train(built, rank, 1)
+    seen = []
+
+    def load(src: dict[str, Tensor], dst: nn.Module) -> None:
+        seen.extend(src)
+        dst.load_state_dict({name: 2 * value for name, value in src.items()})
+
+    path, _ = built.load_checkpoint(folder, "a", custom_load_fn=load)
+    assert path is not None
+    assert seen
+    now = built.module_state_dict()
+    assert set(now) == set(saved)
+    for name, value in saved.items():
+        assert torch.equal(now[name], 2 * value), name
+    assert built.global_steps == 2
+    built.load_module_state_dict({"module": saved if rank == 0 else {}})
+    for name, value in built.module_state_dict().items():
+        assert torch.equal(value, saved[name])
+    built.destroy()
+    if rank == 0:  # the same weights from the files, tied ones under both names
+        read = checkpoint_files.get_fp32_state_dict_from_zero_checkpoint(folder, "a")
+        assert set(read) == set(saved)
+        assert all(torch.equal(read[name], value) for name, value in saved.items())
+        plain = checkpoint_files.load_state_dict_from_zero_checkpoint(new_model(torch.float32), folder, "a")
+        assert all(torch.equal(value, saved[name]) for name, value in plain.state_dict().items())
+        checkpoint_files.convert_zero_checkpoint_to_fp32_state_dict(folder, f"{folder}/out", tag="a")
+        written = torch.load(f"{folder}/out/pytorch_model.bin")
+        assert all(torch.equal(written[name], value) for name, value in saved.items())
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_checkpoint_is_loaded_by_a_function_of_the_user(stage: int, tmp_path: Path) -> None:
+    run_ranks(2, _check_custom_load, stage, str(tmp_path))
+
+
+def _check_frozen_left_out(rank: int, folder: str) -> None:
+    model = new_model(torch.float32)
+    model.position.requires_grad_(requires_grad=False)
+    built = _engine(2, model)
+    assert "position" not in built.module_state_dict(exclude_frozen_parameters=True)
+    assert "position" in built.module_state_dict()
+    built.save_checkpoint(folder, tag="a")
+    built.destroy()
+    read = checkpoint_files.get_fp32_state_dict_from_zero_checkpoint(folder, "a", exclude_frozen_parameters=True)
+    assert set(model.state_dict()) - set(read) == {"position"}
+
+
+def test_frozen_parameters_can_be_left_out(tmp_path: Path) -> None:
+    run_ranks(2, _check_frozen_left_out, str(tmp_path))
+
+
+def _check_config_of_args(rank: int, path: str) -> None:
+    args = argparse.Namespace(deepspeed_config=path, local_rank=0)
+    built, *_ = engine.initialize(args, new_model(torch.float32))
+    assert isinstance(built, engine.DeepSpeedEngine)
+    assert built.gradient_clipping() == 1.0
+    built.destroy()
+
+
+def test_a_configuration_file_of_the_arguments(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({**CONFIG, "zero_optimization": {"stage": 1}}))
+    run_ranks(2, _check_config_of_args, str(path))
+
+
+OPTIMIZERS: dict[str, tuple[Any, Any]] = {
+    "FusedAdam": (lambda p: optimizers.FusedAdam(p, 1e-2, True, (0.8, 0.9), 1e-6, True, 0.1), torch.optim.AdamW),
+    "FusedAdam, L2": (lambda p: optimizers.FusedAdam(p, 1e-2, True, (0.8, 0.9), 1e-6, False, 0.1), torch.optim.Adam),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_fused_adam_is_torchs(name: str) -> None:
+    build, torchs = OPTIMIZERS[name]
+    first = [torch.nn.Parameter(torch.arange(5.0))]
+    second = copy.deepcopy(first)
+    ours, theirs = build(first), torchs(second, lr=1e-2, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.1)
+    for step in range(5):
+        for one, params in ((ours, first), (theirs, second)):
+            params[0].grad = torch.full((5,), step - 1.5)
+            one.step()
+    assert torch.equal(first[0], second[0])
+
+
+def _check_positional_host_optimizers(rank: int) -> None:
+    for build in (
+        lambda p: optimizers.DeepSpeedCPUAdam(p, 1e-2, True, (0.8, 0.9), 1e-6, 0.1, False, False),
+        lambda p: optimizers.DeepSpeedCPUAdagrad(p, 1e-2, 1e-6, 0.1),
+        lambda p: optimizers.DeepSpeedCPULion(p, 1e-2, (0.8, 0.9), 0.1),
+    ):
+        model = new_model(torch.float32)
+        before = model.wte.weight.detach().clone()
+        config = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+        built, *_ = engine.initialize(model=model, optimizer=build(model.parameters()), config=config)
+        built.backward(loss_of(built, *batch(0, 0, rank)))
+        built.step()
+        assert not torch.equal(model.wte.weight, before)
+        built.destroy()
+
+
+def test_host_optimizers_take_deepspeeds_arguments_by_position() -> None:
+    run_ranks(2, _check_positional_host_optimizers)
+    with pytest.raises(ConfigError, match="FusedAdam here is torch's, with bias correction"):
+        optimizers.FusedAdam([nn.Parameter(torch.ones(1))], bias_correction=False)
+    group = optimizers.DeepSpeedCPUAdam([nn.Parameter(torch.ones(1))], 1e-2, True, (0.8, 0.9), 1e-6, 0.1).param_groups[
+        0
+    ]
+    assert (group["lr"], group["betas"], group["eps"], group["weight_decay"]) == (1e-2, (0.8, 0.9), 1e-6, 0.1)
