@@ -245,7 +245,7 @@ def check_faults(rank: int, folder: str) -> None:
 
 
 def check_damaged_access(rank: int, folder: str) -> None:
-    """Found by simulation (training, seed 20261126002493): a block got NaN in place of values that could not be read."""
+    """A block got NaN for values that could not be read: found by simulation (training, seed 20261126002493)."""
     model = new_model()
     with zero_optimizer(model, stage=3, offload_param=offload("nvme", folder)) as optimizer:
         if rank == 1:

@@ -46,7 +46,7 @@ def as_deepspeed() -> None:
     sys.meta_path.insert(0, _Finder())
     parameters.add_attributes()
     if os.environ.get("RANK", "0") == "0":
-        logger.info(
+        logger.warning(
             "zero.compat: in this process `import deepspeed` gives zcomm-zero's names, and no code of DeepSpeed"
         )
 

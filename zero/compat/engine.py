@@ -399,8 +399,8 @@ class DeepSpeedEngine(zero.Engine):
             load_optimizer_states: See there.
             load_lr_scheduler_states: See there.
             load_module_only: See there.
-            custom_load_fn: Called on every rank with ``src=`` the checkpoint's weights and ``dst=`` the model, with full
-                parameters, after the rest is loaded. All ranks get the first one's result.
+            custom_load_fn: Called on every rank, after the rest is loaded, with ``src=`` the checkpoint's weights and
+                ``dst=`` the model, with full parameters. All ranks get the first one's result.
         """
         loaded = super().load_checkpoint(
             load_dir, tag, load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only
