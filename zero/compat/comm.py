@@ -61,6 +61,12 @@ def init_distributed(
     zero.init_distributed(dist_backend, distributed_port=distributed_port, timeout=timeout)
 
 
+def is_initialized() -> bool:
+    """Whether torch.distributed is initialized."""
+    _tell_accelerate()  # asks this first, and initializes nothing then
+    return dist.is_initialized()
+
+
 def _tell_accelerate() -> None:
     """Without a GPU accelerate names no backend under DeepSpeed, and then takes every rank for the only one."""
     state = sys.modules.get("accelerate.state")

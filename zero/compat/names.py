@@ -28,7 +28,7 @@ NAMES: dict[str, dict[str, str]] = {
     "accelerator.abstract_accelerator": {_ACCELERATOR: "DeepSpeedAccelerator"},
     "checkpoint.utils": {_CHECKPOINTS: "clone_tensors_for_torch_save"},
     "comm": {
-        _COMM: "init_distributed get_local_rank get_global_rank log_summary configure get_world_group "
+        _COMM: "init_distributed is_initialized get_local_rank get_global_rank log_summary configure get_world_group "
         "has_all_gather_into_tensor has_reduce_scatter_tensor get_all_ranks_from_group"
     },
     "comm.comm": {_COMM: "init_distributed get_local_rank get_global_rank log_summary configure"},
