@@ -1,7 +1,7 @@
 """python -m zero.compat: a DeepSpeed script runs unchanged; names that do not exist say so; nothing else is touched."""
 
 # covers zero/compat/door.py zero/compat/__main__.py zero/compat/comm.py zero/compat/helpers.py
-# covers zero/compat/accelerator.py
+# covers zero/compat/accelerator.py zero/compat/front_ends.py zero/compat/names.py
 
 from __future__ import annotations
 
@@ -162,3 +162,37 @@ def test_nothing_to_run_is_a_usage_error() -> None:
         )
         assert done.returncode == 2
         assert "usage: python -m zero.compat" in done.stderr
+
+
+VERSIONS = """
+import importlib.metadata, zero.compat
+try:
+    zero.compat.as_deepspeed()
+except ValueError as error:
+    print("refused:", error)
+import importlib.util
+try:
+    print("open:", importlib.util.find_spec("deepspeed") is not None)
+except ModuleNotFoundError as error:
+    print(error)
+"""
+
+
+def test_versions_of_front_ends_that_are_not_tested(tmp_path: Path) -> None:
+    """Names, as a metadata folder in front of those that are installed."""
+
+    def opened_with(**versions: str) -> str:
+        folder = tmp_path / "-".join(versions.values())
+        for name, version in versions.items():
+            (folder / f"{name}-{version}.dist-info").mkdir(parents=True)
+            text = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+            (folder / f"{name}-{version}.dist-info" / "METADATA").write_text(text)
+        return _run("-c", VERSIONS, PYTHONPATH=f"{folder}{os.pathsep}{ROOT}")
+
+    printed = opened_with(transformers="4.56.9", trl="2.0.0")
+    assert "refused: zero.compat cannot serve transformers 4.56.9 (tested: 4.57 to 5.23), trl 2.0.0" in printed
+    assert "open: False" in printed
+    printed = opened_with(transformers="5.99.1", trl="1.16.3")
+    assert "transformers 5.99.1 (tested: 4.57 to 5.23): later than tested" in printed
+    assert "trl" not in printed
+    assert "open: True" in printed

@@ -10,14 +10,14 @@ import importlib.util
 import logging
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from zcomm import StateError
 from zero._config import NotAvailableError
-from zero.compat import parameters
+from zero.compat import front_ends, parameters
 from zero.compat.names import ABSENT_NAMES, ABSENT_PACKAGES, FALLBACKS, INTERFACE, MODULES, NAMES
 
 logger = logging.getLogger("zero")
@@ -35,6 +35,7 @@ def as_deepspeed() -> None:
 
     Raises:
         StateError: A real DeepSpeed has been imported already.
+        ConfigError: A front end has a version that this is not tested with.
     """
     if any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return
@@ -43,6 +44,7 @@ def as_deepspeed() -> None:
             f"{PACKAGE} has been imported already, from {getattr(sys.modules[PACKAGE], '__file__', None)}: call "
             "zero.compat.as_deepspeed() before, or run the script by python -m zero.compat"
         )
+    front_ends.check_versions()
     sys.meta_path.insert(0, _Finder())
     parameters.add_attributes()
     if os.environ.get("RANK", "0") == "0":
@@ -148,13 +150,3 @@ class _Distribution(importlib.metadata.Distribution):
 
     def locate_file(self, path: Any) -> Path:
         return Path(__file__).parent / str(path)
-
-
-def installed_version() -> str | None:
-    """The version of a DeepSpeed that is installed in this environment, whether or not the door is open."""
-    found: Sequence[Any] = list(
-        importlib.metadata.MetadataPathFinder.find_distributions(
-            importlib.metadata.DistributionFinder.Context(name=PACKAGE)
-        )
-    )
-    return found[0].version if found else None
