@@ -17,7 +17,10 @@ DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 TEXT = "\n".join(path.read_text() for path in DOCUMENTS)
 EXAMPLES = re.findall(r"^```python\n(.*?)^```$", TEXT, re.DOTALL | re.MULTILINE)
 EXPECTED = {
-    1: {"Simulation(world_size": "20 orders of events, and one result: 6.0"},
+    1: {
+        "Simulation(world_size": "20 orders of events, and one result: 6.0",
+        "zero.compat.as_deepspeed()": "0.19.8+zcomm.zero",
+    },
     2: {
         "print(optimizer.effective)": "stage 3",
         "zero.Init(": "tensor(",
