@@ -151,6 +151,34 @@ def test_a_real_deepspeed_is_used_or_hidden_never_mixed(tmp_path: Path) -> None:
     assert "0.19.8+zcomm.zero" in _run("-c", hidden, PYTHONPATH=path)
 
 
+SPAWNING = """
+import sys
+import torch.multiprocessing as mp
+import deepspeed
+
+def train(rank, folder):
+    deepspeed.init_distributed("gloo", rank=rank, world_size=2, init_method=f"file://{folder}/store")
+    model = deepspeed.zero.TiledLinear(4, 4)
+    engine, *_ = deepspeed.initialize(model=model, config={"optimizer": {"type": "SGD", "params": {"lr": 0.1}}})
+    assert isinstance(engine, deepspeed.DeepSpeedEngine) and engine.world_size == 2
+    engine.destroy()
+
+if __name__ == "__main__":
+    mp.spawn(train, (sys.argv[1],), nprocs=2)
+    print("both ended")
+"""
+
+
+def test_processes_that_a_script_spawns_have_the_names_too(tmp_path: Path) -> None:
+    (tmp_path / "spawning.py").write_text(SPAWNING)
+    real = tmp_path / "real" / "deepspeed"
+    real.mkdir(parents=True)
+    (real / "__init__.py").write_text("raise RuntimeError('the real one')\n")
+    path = f"{real.parent}{os.pathsep}{ROOT}"
+    printed = _run("-m", "zero.compat", str(tmp_path / "spawning.py"), str(tmp_path), PYTHONPATH=path)
+    assert "both ended" in printed
+
+
 def test_zcomm_env_says_whose_names_they_are() -> None:
     assert "0.19.8+zcomm.zero" in _run("-m", "zero.compat", "-m", "zcomm", "env")
 

@@ -8,6 +8,7 @@ import importlib.machinery
 import importlib.metadata
 import importlib.util
 import logging
+import multiprocessing
 import os
 import sys
 from collections.abc import Iterator
@@ -31,7 +32,9 @@ METADATA = (
 
 
 def as_deepspeed() -> None:
-    """Make ``deepspeed`` mean this library, in this process. A second call does nothing.
+    """Make ``deepspeed`` mean this library, in this process and those that multiprocessing starts from it.
+
+    A second call does nothing.
 
     Raises:
         StateError: A real DeepSpeed has been imported already.
@@ -46,8 +49,9 @@ def as_deepspeed() -> None:
         )
     front_ends.check_versions()
     sys.meta_path.insert(0, _Finder())
+    sys.path.insert(1, str(Path(__file__).parent / "spawned"))
     parameters.add_attributes()
-    if os.environ.get("RANK", "0") == "0":
+    if os.environ.get("RANK", "0") == "0" and multiprocessing.parent_process() is None:
         logger.warning(
             "zero.compat: in this process `import deepspeed` gives zcomm-zero's names, and no code of DeepSpeed"
         )
