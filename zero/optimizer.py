@@ -24,6 +24,14 @@ from torch.optim import Optimizer
 
 from zcomm import StateError, Topology
 from zcomm._transport.call_context import outside_public_call
+from zero._access.full_states import (
+    ByParameter,
+    full_state_dict,
+    helper_call,
+    load_full_states,
+    shown_groups,
+    shown_state,
+)
 from zero._access.state_dict import StateDicts
 from zero._activations.activation_settings import ActivationSettings
 from zero._activations.forward_hooks import NO_TENSOR_RANKS, install
@@ -43,7 +51,7 @@ from zero._ranks.rank_errors import on_every_rank
 from zero._runtime.memory_report import MemoryReport, measure
 from zero._runtime.optimizer_parts import OptimizerParts, values_of
 from zero._runtime.runtime import Runtime
-from zero._runtime.shard_state import RanksState, check_fits, load_masters, restore_parts, shard_state
+from zero._runtime.shard_state import check_fits, load_masters, restore_parts, shard_state
 from zero._runtime.validate import announce, check_inputs, choose_formats
 from zero._step.clip import clip_grad_norm_, fold_clipping
 from zero._step.final_gradients import FinalGradients, GradScalerHook
@@ -85,7 +93,8 @@ class ZeroOptimizer(Optimizer):
     3P(N-1)/N at stage 3; one small agreement per reduced backward. Source: arXiv:1910.02054, arXiv:2306.10209.
     """
 
-    state: Any = RanksState()
+    state: Any = ByParameter(shown_state)
+    param_groups: Any = ByParameter(shown_groups)
     _step_supports_amp_scaling = GradScalerHook()
 
     def __init__(
@@ -327,6 +336,8 @@ class ZeroOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """This rank's shard: masters, optimizer states, and their layout."""
         self._runtime.check_not_suspended()
+        if (call := helper_call()) is not None:
+            return full_state_dict(self.parts, call, shown_groups(self))
         return shard_state(self._runtime, self._inner, self._pieces, self.loss_scale)
 
     @torch.no_grad()
@@ -337,6 +348,9 @@ class ZeroOptimizer(Optimizer):
             LayoutError: The shards are of another world size, rank or model. Raised on every rank, before anything is
                 changed.
         """
+        if (call := helper_call()) is not None:
+            load_full_states(self, call)
+            return
         check_fits(self._runtime, state_dict["layout"])
         self._runtime.hooks.recover()
         self._runtime.delayed.drop()

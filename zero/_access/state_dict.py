@@ -30,13 +30,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from zcomm import StateError, control
+from zero._access.full_states import helper_call, refuse_sharded
 from zero._model.model_checks import has_memory
 from zero._ranks.collective_calls import calling_over
 from zero._runtime.runtime import Runtime
-from zero._runtime.shard_state import TORCHS_HELPERS
 from zero._sharding.bucket import Bucket, num_writes
 from zero._sharding.buffer_pool import storage_of
-from zero._sharding.released import is_released, not_picklable, running, stack
+from zero._sharding.released import is_released, not_picklable, running
 
 logger = logging.getLogger("zero")
 LOADING = "model.load_state_dict()"
@@ -148,8 +148,9 @@ class StateDicts:
             return  # called by the state_dict of a parent module, which has gathered the values
         runtime, self._saving = self._owner, None
         is_exact = not (runtime.is_inexact or self._saves_masters)
-        if runtime.stage.shards_parameters and runtime.topology.world_size > 1:
-            _check_helpers()
+        is_sharded = runtime.stage.shards_parameters and runtime.topology.world_size > 1
+        if is_sharded and (call := helper_call()) is not None:
+            refuse_sharded(call)
         left_out = self._left_out
         if runtime.stage.shards_parameters or not (is_exact or keep_vars):
             with calling_over(runtime.topology, "model.state_dict()"):
@@ -301,19 +302,6 @@ class StateDicts:
                 except Exception as error:  # reported like torch's own: the other ranks wait in a collective
                     name = param.zero_shard.name  # type: ignore[attr-defined]
                     loading.errors.append(f"parameter {name!r} could not be copied: {error}")
-
-
-def _check_helpers() -> None:
-    """Raise if torch's get_model_state_dict is called with options that make it fail on ranks that get no values."""
-    for frame in stack():
-        options = frame.f_locals.get("info") if frame.f_globals.get("__name__") == TORCHS_HELPERS else None
-        if options is not None and (
-            not (options.full_state_dict and options.cpu_offload) or options.ignore_frozen_params
-        ):
-            raise StateError(
-                "at stage 3 rank 0 gets the full state dict, other ranks an empty one: pass get_model_state_dict "
-                "StateDictOptions(full_state_dict=True, cpu_offload=True), without ignore_frozen_params"
-            )
 
 
 def _put(state_dict: dict[str, Any], key: str, param: Any, saving: StateDictCall) -> None:

@@ -2,42 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zcomm import LayoutError, StateError
+from zcomm import LayoutError
 from zero._optim.loss_scale import LossScale
 from zero._optim.masters import MasterPiece, compact
 from zero._ranks.rank_errors import on_every_rank
 from zero._runtime.runtime import Runtime
 from zero._sharding.bucket import Bucket
-
-TORCHS_HELPERS = "torch.distributed.checkpoint.state_dict"
-"""The module of torch's get_model_state_dict, set_optimizer_state_dict and the like."""
-
-
-class RanksState:
-    """``ZeroOptimizer.state``: the inner optimizer's state, by this rank's flat pieces of parameters.
-
-    torch's helpers for distributed checkpoints expect full parameters in it and would end in a KeyError. They get an
-    error that names the remedy.
-    """
-
-    def __get__(self, optimizer: Any, cls: type) -> Any:
-        if optimizer is not None and sys._getframe(1).f_globals.get("__name__") == TORCHS_HELPERS:
-            raise StateError(
-                f"the optimizer functions of {TORCHS_HELPERS} take states of full parameters, and a ZeroOptimizer has "
-                "this rank's shard of them: use zero.save_checkpoint and zero.load_checkpoint, which any number of "
-                "ranks can load; the model functions work"
-            )
-        return self if optimizer is None else vars(optimizer)["state"]
-
-    def __set__(self, optimizer: Any, value: Any) -> None:
-        vars(optimizer)["state"] = value
 
 
 def shard_state(
