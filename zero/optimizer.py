@@ -60,7 +60,7 @@ from zero._step.update import Update
 __all__ = ["ZeroOptimizer"]
 
 
-@collective_methods("close", "finish_update", "load_state_dict", "state_dict", "step", "unscale_")
+@collective_methods("close", "eval", "finish_update", "load_state_dict", "state_dict", "step", "train", "unscale_")
 class ZeroOptimizer(Optimizer):
     """An elementwise torch optimizer whose states, gradients and parameters are sharded over the ranks.
 
@@ -300,6 +300,24 @@ class ZeroOptimizer(Optimizer):
             raise
         self._gradients.clear()
         return loss
+
+    def train(self) -> None:
+        """Give parameters the values of training, if the optimizer has other ones for evaluation. Collective."""
+        self._set_mode("train")
+
+    def eval(self) -> None:
+        """Give parameters the values that a schedule-free optimizer evaluates and saves; others have none. Collective.
+
+        Call :meth:`train` before the next step. Cost: that of writing back all parameters.
+        """
+        self._set_mode("eval")
+
+    def _set_mode(self, mode: str) -> None:
+        change, buckets = getattr(self._inner, mode, None), [b for b in self._runtime.buckets if b.is_trainable]
+        if callable(change):
+            with self._runtime.in_memory(buckets, is_changed=True):
+                on_every_rank(change, self.topology)
+            self._runtime.write_back(buckets)
 
     def finish_update(self) -> None:
         """Finish a delayed update, so that masters, states and parameters can be read. Collective."""

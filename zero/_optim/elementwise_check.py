@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 
 from zcomm import ConfigError
 from zero._optim.lion import Lion
-from zero._optim.optimizer_clone import copy_of, over_groups
+from zero._optim.optimizer_clone import copy_of, over_groups, start_training
 from zero._storage.safetensors_file import is_storable
 
 
@@ -299,6 +299,7 @@ class _Trial:
             built = self._optimizer([{"params": own} for own in params], **self._options)
         else:
             built = copy_of(self._optimizer, self._groups, params)
+        start_training(built)
         if has_flag:
             built.param_groups[0]["params"].append(torch.zeros(1, dtype=self._dtype, device=self._values.device))
         for group in built.param_groups:
@@ -427,6 +428,7 @@ def check_states(optimizer: Optimizer, device: torch.device) -> None:
         param = torch.linspace(-1, 1, NUMEL, device=device)
         param.grad = param.clone()
         trial = over_groups(optimizer, [{**group, "params": [param]}])
+        start_training(trial)
         with torch.no_grad():
             trial.step()
         for name, value in trial.state[param].items():

@@ -70,6 +70,12 @@ def _settings(group: Mapping[str, Any], params: list[Tensor]) -> dict[str, Any]:
     return {**{name: value for name, value in group.items() if name != "param_names"}, "params": params}
 
 
+def start_training(optimizer: Optimizer) -> None:
+    """Put an optimizer that has modes, such as a schedule-free one, into that in which it can be stepped."""
+    if callable(train := getattr(optimizer, "train", None)):
+        train()
+
+
 def over_groups(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
     """An optimizer with the same attributes, without state, over ``groups``."""
     other: Optimizer = object.__new__(type(optimizer))
@@ -124,6 +130,7 @@ def moments_of(inner: Optimizer, dtype: torch.dtype) -> dict[str, torch.dtype]:
     for group in inner.param_groups:
         param = torch.ones(3, dtype=dtype)
         trial = copy_of(inner, [group], [[param]])
+        start_training(trial)
         for _ in range(2):
             param.grad = torch.ones_like(param)
             trial.step()
