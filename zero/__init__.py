@@ -22,6 +22,7 @@ from zero._optim.cpu_optimizers import CPUAdagrad, CPUAdam, CPULion
 from zero._optim.lion import Lion
 from zero._ranks.distributed import init_distributed
 from zero._sharding.stages import model_state_nbytes
+from zero._step.moving_average import MovingAverage
 from zero._storage.transfer_counters import moved
 from zero.checkpointing import checkpoint
 from zero.engine import Engine
@@ -49,6 +50,7 @@ __all__ = [
     "Initialized",
     "Lion",
     "Loaded",
+    "MovingAverage",
     "NotAvailableError",
     "TiledLinear",
     "TiledLinearReturnBias",
