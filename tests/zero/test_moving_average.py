@@ -123,7 +123,7 @@ def _check_torchs_own(rank: int, stage: int) -> None:
     model = new_model(torch.float64, has_frozen=True)
     with zero_optimizer(model, stage=stage) as optimizer:
         if stage == 3:
-            with pytest.raises(StateError, match="is released .* was used by deepcopy"):
+            with pytest.raises(StateError, match=r"is released .* was used by deepcopy"):
                 AveragedModel(model)
             return
         average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(DECAY))

@@ -145,7 +145,9 @@ class Hooks(RuntimePart):
             self._buckets_of[unit.module] = list(buckets)
             self._unit_modules.add(unit.module)
         owner = {param: bucket for buckets in buckets_of_unit for bucket in buckets for param in bucket.params}
-        inlined = {m for unit in units if is_compiled(unit.module) for m in unit.module.modules()}
+        # The whole model is divided also if it is compiled, so its graph breaks at each of its units.
+        whole = {unit.module for unit in units if is_compiled(unit.module)} - ({model} if len(units) > 1 else set())
+        inlined = {m for module in whole for m in module.modules()}
         for module in model.modules():
             if module in inlined - self._unit_modules and not external_parameters(module):
                 continue  # its unit gathers it; a hook would only break the compiled graph
