@@ -1,7 +1,11 @@
-"""``python -m zero.compat script.py ARGS`` and ``python -m zero.compat -m package ARGS``."""
+"""``python -m zero.compat script.py ARGS`` and ``python -m zero.compat -m package ARGS``.
+
+``--local_rank`` before the script passes it ``--local_rank=N`` of torchrun's environment, as DeepSpeed's launcher does.
+"""
 
 from __future__ import annotations
 
+import os
 import runpy
 import sys
 from pathlib import Path
@@ -12,12 +16,16 @@ from zero.compat.door import as_deepspeed
 def main() -> int:
     """Run what the command line names, as ``python`` would; returns 2 if it names nothing."""
     given = sys.argv[1:]
+    passes_local_rank = given[:1] == ["--local_rank"]
+    given = given[passes_local_rank:]
     is_module = given[:1] == ["-m"]
     if len(given) < 1 + is_module:
-        sys.stderr.write("usage: python -m zero.compat [-m module | script.py] ARGS\n")
+        sys.stderr.write("usage: python -m zero.compat [--local_rank] [-m module | script.py] ARGS\n")
         return 2
     as_deepspeed()
     sys.argv = given[is_module:]
+    if passes_local_rank:
+        sys.argv.insert(1, f"--local_rank={os.environ.get('LOCAL_RANK', '0')}")
     if is_module:
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
     else:

@@ -8,18 +8,22 @@ from typing import Any
 import torch
 
 from zcomm import ConfigError
+from zero.compat.host_memory import HostMemory
 
 
 class DeepSpeedAccelerator:
-    """GPUs of CUDA, or the CPU. What it does not define is torch.cuda's, or torch.cpu's."""
+    """GPUs of CUDA, or the CPU. What it does not define is torch.cuda's, or torch.cpu's and torch's tensor types."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._module: Any = torch.cuda if name == "cuda" else torch.cpu
+        self._host = HostMemory()
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
+        if name.endswith("Tensor") and not self._is_gpu:
+            return getattr(torch, name)
         return getattr(self._module, name)
 
     @property
@@ -114,21 +118,71 @@ class DeepSpeedAccelerator:
             torch.cuda.empty_cache()
 
     def memory_allocated(self, device_index: int | None = None) -> int:
-        """Bytes of tensors on the GPU; 0 on a CPU."""
-        return torch.cuda.memory_allocated(device_index) if self._is_gpu else 0
+        """Bytes of tensors on the GPU; on a CPU, of this process."""
+        return torch.cuda.memory_allocated(device_index) if self._is_gpu else self._host.now()
 
     def max_memory_allocated(self, device_index: int | None = None) -> int:
-        """The most bytes of tensors on the GPU so far; 0 on a CPU."""
-        return torch.cuda.max_memory_allocated(device_index) if self._is_gpu else 0
+        """The most of these bytes since :meth:`reset_peak_memory_stats`."""
+        return torch.cuda.max_memory_allocated(device_index) if self._is_gpu else self._host.peak()
 
     def memory_reserved(self, device_index: int | None = None) -> int:
-        """Bytes that torch holds on the GPU; 0 on a CPU."""
-        return torch.cuda.memory_reserved(device_index) if self._is_gpu else 0
+        """Bytes that torch holds on the GPU; on a CPU, of this process."""
+        return torch.cuda.memory_reserved(device_index) if self._is_gpu else self._host.now()
+
+    def max_memory_reserved(self, device_index: int | None = None) -> int:
+        """The most of these bytes since :meth:`reset_peak_memory_stats`."""
+        return torch.cuda.max_memory_reserved(device_index) if self._is_gpu else self._host.peak()
+
+    memory_cached, max_memory_cached = memory_reserved, max_memory_reserved
+
+    def memory_stats(self, device_index: int | None = None) -> dict[str, Any]:
+        """torch.cuda's; on a CPU the bytes of this process, now and at most."""
+        if self._is_gpu:
+            return torch.cuda.memory_stats(device_index)
+        return {"allocated_bytes.all.current": self._host.now(), "allocated_bytes.all.peak": self._host.peak()}
 
     def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
         """Start counting the most bytes anew."""
         if self._is_gpu:
             torch.cuda.reset_peak_memory_stats(device_index)
+        else:
+            self._host.reset()
+
+    reset_max_memory_allocated = reset_max_memory_cached = reset_peak_memory_stats
+
+    def total_memory(self, device_index: int | None = None) -> int:
+        """Bytes of the GPU's memory, or of this machine's."""
+        return torch.cuda.mem_get_info(device_index)[1] if self._is_gpu else self._host.total()
+
+    def available_memory(self, device_index: int | None = None) -> int:
+        """Free bytes of the GPU's memory, or of this machine's."""
+        return torch.cuda.mem_get_info(device_index)[0] if self._is_gpu else self._host.free()
+
+    def initial_seed(self) -> int:
+        """What the device's generator was seeded with."""
+        return torch.cuda.initial_seed() if self._is_gpu else torch.initial_seed()
+
+    def default_generator(self, device_index: int) -> torch.Generator:
+        """The device's generator."""
+        return torch.cuda.default_generators[device_index] if self._is_gpu else torch.default_generator
+
+    def range_push(self, msg: str) -> None:
+        """Begin a range of NVTX; nothing on a CPU."""
+        if self._is_gpu:
+            torch.cuda.nvtx.range_push(msg)  # type: ignore[no-untyped-call]
+
+    def range_pop(self) -> None:
+        """End it."""
+        if self._is_gpu:
+            torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` is in pinned memory."""
+        return self._is_gpu and tensor.is_pinned()
+
+    def is_triton_supported(self) -> bool:
+        """Whether Triton has this device."""
+        return self._is_gpu
 
     def pin_memory(self, tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         """``tensor`` in pinned memory; itself on a CPU."""

@@ -16,6 +16,8 @@ import zero
 
 logger = logging.getLogger("zero")
 TORCH_DISTRIBUTED_DEFAULT_PORT = 29500
+CROSS_RANK, CROSS_SIZE, LOCAL_RANK = "CROSS_RANK", "CROSS_SIZE", "LOCAL_RANK"
+"""Names of variables."""
 
 
 def init_distributed(

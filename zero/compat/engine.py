@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,6 +21,7 @@ from zero._config.parse import Configuration, Source, read_file
 from zero._config.resolved import to_dtype
 from zero._ranks.distributed import DataParallel, RankDataLoader
 from zero.compat import comm
+from zero.compat.timers import ThroughputTimer
 from zero.initialize import Initialized
 
 DeepSpeedConfigError = ConfigError
@@ -138,6 +140,11 @@ class DeepSpeedEngine(zero.Engine):
     def data_parallel_group(self) -> Any:
         """The group of the data-parallel ranks; None: all ranks."""
         return self.optimizer.topology.process_group
+
+    @cached_property
+    def tput_timer(self) -> ThroughputTimer:
+        """Counts of epochs and steps."""
+        return ThroughputTimer(self)
 
     @property
     def global_samples(self) -> int:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from enum import Enum
-from functools import cache
+from functools import cache, reduce
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -122,6 +122,29 @@ def noop_decorator(func: Callable[..., Result]) -> Callable[..., Result]:
 
 
 instrument_w_nvtx = noop_decorator
+
+
+def move_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool] | None = None) -> Any:
+    """``item`` with its tensors on ``device``; those that ``criterion_func`` chooses are moved in place."""
+    if criterion_func is not None and criterion_func(item):
+        item.data = item.to(device).data
+        return item
+    if isinstance(item, (list, tuple)):
+        return type(item)([move_to_device(one, device, criterion_func) for one in item])
+    if isinstance(item, dict):
+        return {key: move_to_device(one, device, criterion_func) for key, one in item.items()}
+    return item.to(device)
+
+
+def recursive_getattr(model: nn.Module, module_name: str) -> Any:
+    """The attribute ``"a.b.c"`` of ``model``."""
+    return reduce(getattr, module_name.split("."), model)
+
+
+def recursive_setattr(model: nn.Module, module_name: str, module: Any) -> None:
+    """Set the attribute ``"a.b.c"`` of ``model``."""
+    *held, name = module_name.split(".")
+    setattr(reduce(getattr, held, model), name, module)
 
 
 class RepeatingLoader:

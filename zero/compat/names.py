@@ -32,7 +32,8 @@ NAMES: dict[str, dict[str, str]] = {
         "has_all_gather_into_tensor has_reduce_scatter_tensor get_all_ranks_from_group"
     },
     "comm.comm": {_COMM: "init_distributed get_local_rank get_global_rank log_summary configure"},
-    "constants": {_COMM: "TORCH_DISTRIBUTED_DEFAULT_PORT"},
+    "compression.helper": {_HELPERS: "recursive_getattr recursive_setattr"},
+    "constants": {_COMM: "TORCH_DISTRIBUTED_DEFAULT_PORT CROSS_RANK CROSS_SIZE LOCAL_RANK"},
     "git_version_info": {_HELPERS: "version git_hash git_branch"},
     "launcher.runner": {_HELPERS: "DEEPSPEED_ENVIRONMENT_NAME"},
     "moe.utils": {
@@ -52,7 +53,7 @@ NAMES: dict[str, dict[str, str]] = {
     "runtime.engine": {_ENGINE: "DeepSpeedEngine"},
     "runtime.lr_schedules": {"zero._optim.lr_schedulers": _SCHEDULES, _HELPERS: "VALID_LR_SCHEDULES"},
     "runtime.utils": {
-        _HELPERS: "see_memory_usage set_random_seed noop_decorator ensure_directory_exists empty_cache",
+        _HELPERS: "see_memory_usage set_random_seed noop_decorator ensure_directory_exists empty_cache move_to_device",
         "torch.nn.utils": "clip_grad_norm_",
     },
     "runtime.zero": {**_GATHERING, _PARAMETERS: "ZeroParamStatus"},
@@ -79,6 +80,7 @@ NAMES: dict[str, dict[str, str]] = {
     },
     "utils.init_on_device": {_HELPERS: "OnDevice"},
     "utils.logging": {_HELPERS: _LOGGING},
+    "utils.module_utils": {_HELPERS: "recursive_getattr recursive_setattr"},
     "utils.nvtx": {_HELPERS: "instrument_w_nvtx"},
     "utils.zero_to_fp32": {
         _CHECKPOINTS: "get_fp32_state_dict_from_zero_checkpoint convert_zero_checkpoint_to_fp32_state_dict "
@@ -104,6 +106,7 @@ FALLBACKS: dict[str, tuple[str, ...]] = {
 
 _PIPELINE = "for pipeline parallelism use torch.distributed.pipelining, and pass its mesh as mpu="
 _MOE = "write the layer with torch, and mark it by deepspeed.utils.set_z3_leaf_modules at stage 3"
+_BACKEND = "the functions of deepspeed.comm are torch.distributed's"
 _SERVING = "for inference call initialize() without an optimizer (stage 3), or serve the exported weights elsewhere"
 _LAUNCH = "start the script with torchrun -m zero.compat script.py"
 _BUILD = "nothing has to be built here: CPU optimizers and kernels are part of zcomm-zero"
@@ -111,6 +114,8 @@ _PROFILE = "use torch.utils.flop_counter.FlopCounterMode or torch.profiler"
 _SEQUENCE = "for sequence parallelism pass mpu= with its groups"
 
 ABSENT_NAMES: dict[str, str] = {
+    "comm.TorchBackend": _BACKEND,
+    "comm.torch.TorchBackend": _BACKEND,
     "DeepSpeedHybridEngine": _SERVING,
     "DeepSpeedInferenceConfig": _SERVING,
     "DeepSpeedTransformerConfig": "use torch.nn.functional.scaled_dot_product_attention",
