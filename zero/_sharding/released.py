@@ -117,6 +117,8 @@ def _refuse_values(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[s
     answer = None if state_dicts is None else state_dicts.answer(released[0], _requested(func)[0], args)
     if answer is not None:
         return answer
+    if released and args[0] is released[0] and _is_same(_requested(func)[0], args, kwargs):
+        return args[0] if func is not torch._has_compatible_shallow_copy_type else True
     if _gather_for_use(released):
         return func(*args, **kwargs)
     name = repr(info.name) if info is not None else "a parameter"
@@ -125,6 +127,17 @@ def _refuse_values(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[s
         "the forward of its own module. Remedies: read or change it inside zero.GatheredParameters([param]), or "
         "declare the use with zero.register_external_parameter(module, param) for the module that uses it"
     )
+
+
+def _is_same(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether a module's ``to`` asks for the device and dtype that the parameter has, so that nothing is to be done."""
+    param = args[0]
+    if name in ("_has_compatible_shallow_copy_type", "data"):
+        return len(args) > 1 and args[1] is param
+    if name != "to" or kwargs.get("copy") or "other" in kwargs or any(isinstance(one, Tensor) for one in args[1:]):
+        return False
+    device, dtype, _, memory_format = torch._C._nn._parse_to(*args[1:], **kwargs)
+    return device in (None, param.device) and dtype in (None, param.dtype) and memory_format is None
 
 
 def _gather_for_use(released: Sequence[nn.Parameter]) -> bool:
