@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from difflib import ndiff
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,8 @@ class Change:
     @property
     def num_lines(self) -> int:
         """Lines that are new or gone, whichever are more."""
-        return max(len(self.old.strip("\n").splitlines()), len(self.new.strip("\n").splitlines()))
+        marks = [one[0] for one in ndiff(self.old.splitlines(), self.new.splitlines())]
+        return max(marks.count("+"), marks.count("-"))
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,8 @@ class Case:
     formats: dict[str, Any] | None = None
     """Keys of ``zero_optimization`` with which bytes are compared, at the last stage."""
     changes: tuple[Change, ...] = ()
+    own_changes: tuple[Change, ...] = ()
+    """Those of the run over the script's own DDP."""
     ranks: int = 2
     local_rank: bool = False
     """Pass --local_rank=N, as DeepSpeed's launcher does."""
@@ -100,6 +104,35 @@ _PLUGIN = {
     **_ACCELERATE, "ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "{stage}",
     "ACCELERATE_GRADIENT_CLIPPING": "1.0",
 }  # fmt: skip
+_CLM = (
+    "--model_name_or_path {folder}/gpt2 --train_file {folder}/text.txt --block_size 32 --do_train --max_steps 12 "
+    "--per_device_train_batch_size 4 --learning_rate 3e-3 --logging_steps 1 --save_strategy no --use_cpu True "
+    "--bf16 True --report_to none --output_dir {out} "
+)
+_NANO = (
+    "--dataset=made --device=cpu --backend=gloo --compile=False --dtype=float32 --n_layer=2 --n_head=2 --n_embd=32 "
+    "--block_size=32 --batch_size=8 --gradient_accumulation_steps=2 --max_iters=20 --lr_decay_iters=20 "
+    "--warmup_iters=2 --learning_rate=1e-2 --eval_interval=1000 --eval_iters=1 --log_interval=1 --dropout=0.0 "
+    "--out_dir={out}"
+)
+_NANO_CPU = (
+    Change("train.py", "    device = f'cuda:{ddp_local_rank}'\n", "    device = 'cpu'\n"),
+    Change("train.py", "    torch.cuda.set_device(device)\n", ""),
+)
+_NANO_DDP = (*_NANO_CPU, Change("train.py", "device_ids=[ddp_local_rank]", "device_ids=None"))
+_NANO_ZERO = (
+    *_NANO_CPU,
+    Change("train.py", "import torch\nfrom torch.nn", "import torch\nimport zero\nfrom torch.nn"),
+    Change(
+        "train.py", "    model = DDP(model, device_ids=[ddp_local_rank])\n",
+        "    optimizer = zero.ZeroOptimizer(model, optimizer, stage=2)\n",
+    ),
+    Change("train.py", "raw_model = model.module if ddp else model ", "raw_model = model "),
+    Change(
+        "train.py", "torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip)",
+        "optimizer.clip_grad_norm_(grad_clip)",
+    ),
+)  # fmt: skip
 
 CASES = (
     Case(
@@ -121,7 +154,7 @@ CASES = (
     ),
     Case(
         "DeepSpeed-SuperOffload/finetune_zero3.py", "DeepSpeedExamples", "training/DeepSpeed-SuperOffload",
-        "finetune_zero3.py", r"Loss: ([0-9.]+)", "--model_name {folder}/llama --lr 1e-3 --batch_size 4 "
+        "finetune_zero3.py", r"- INFO - Step .*Loss: ([0-9.]+)", "--model_name {folder}/llama --lr 1e-3 --batch_size 4 "
         "--output_dir {out} --attn_implementation sdpa --max_length 64 --bench_steps 10 --activation_checkpointing "
         "--deepspeed_config {config}", material=(material.llama, material.alpaca), beside="plain", needs=("wandb",),
         config={**_JSON, "train_micro_batch_size_per_gpu": 4, "zero_optimization": {"offload_optimizer": _OFFLOAD}},
@@ -157,7 +190,8 @@ CASES = (
     _chat("step 1, LoRA", "step1_supervised_finetuning", "10,0,0",
           " --print_loss --lora_dim 4 --lora_module_name decoder.layers. --only_optimize_lora --lora_learning_rate "
           "3e-2", r"Rank: 0, loss = ([0-9.]+)"),
-    _chat("step 2, reward model", "step2_reward_model_finetuning", "0,10,0", "", r"loss: ([0-9.]+)"),
+    _chat("step 2, reward model", "step2_reward_model_finetuning", "0,10,0", "", r"with loss ([0-9.]+)",
+          beside="plain"),
     _chat("step 2, DPO", "step2_dpo_finetuning", "0,10,0", " --print_loss", r"Rank: 0, loss = ([0-9.]+)",
           beside="plain"),
     Case(
@@ -176,5 +210,15 @@ CASES = (
             "lr": "auto", "weight_decay": "auto"}}, "scheduler": {"type": "WarmupDecayLR", "params": {
                 "warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto",
                 "total_num_steps": "auto"}}},
+    ),
+    Case(
+        "transformers run_clm.py (Trainer)", "transformers", "examples/pytorch/language-modeling", "run_clm.py",
+        r"'loss': '?([0-9.]+)", _CLM + "--deepspeed {config}", material=(material.gpt2, material.text_file),
+        config=_TRAINER, beside="own", own_arguments=_CLM, formats=_QUANTIZED, needs=("evaluate",),
+    ),
+    Case(
+        "nanoGPT train.py", "nanoGPT", ".", "train.py", r"^iter \d+: loss ([0-9.]+)", _NANO,
+        material=(material.characters,), changes=_NANO_ZERO, own_changes=_NANO_DDP, beside="own", own_arguments=_NANO,
+        stages=(2,), note="2 of the lines name CUDA, and DDP on CPUs changes them too; evaluates on rank 0 alone",
     ),
 )  # fmt: skip

@@ -102,6 +102,22 @@ def text_file(folder: Path) -> None:
     (folder / "text.txt").write_text("\n".join(sentences(400)) + "\n")
 
 
+def characters(folder: Path) -> None:
+    """nanoGPT's data/made: the sentences by their characters."""
+    import pickle
+
+    import numpy as np
+
+    text = "\n".join(sentences(400))
+    letters = sorted(set(text))
+    place = folder / "data" / "made"
+    place.mkdir(parents=True)
+    ids = np.array([letters.index(one) for one in text], dtype=np.uint16)
+    for name in ("train.bin", "val.bin"):
+        ids.tofile(place / name)
+    (place / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": len(letters)}))
+
+
 def torchvision(folder: Path) -> None:
     """A module of this name for scripts that need a data set of it only: its wheel needs a CUDA build of torch."""
     package = folder / "stand_in" / "torchvision"

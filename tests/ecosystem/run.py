@@ -24,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from tests.ecosystem.cases import CASES, SOURCES, Case  # noqa: E402
+from tests.ecosystem.cases import CASES, SOURCES, Case, Change  # noqa: E402
 
 TIMEOUT = 300.0
 """Seconds that one run may take."""
@@ -87,22 +88,22 @@ class Bench:
             subprocess.run(["git", "clone", "--quiet", "--depth", "1", SOURCES[name], str(folder)], check=True)
         return folder
 
-    def prepare(self, case: Case) -> tuple[Path, Path]:
+    def prepare(self, case: Case, kind: str) -> tuple[Path, Path]:
         """A fresh copy of the case's repository, and in it the folder of the script with its data."""
         root = self.place / "run" / "".join(re.findall(r"\w+", case.name))
         made = root.with_name(root.name + ".made")
         if not made.exists():  # once: a tokenizer's training breaks ties anew each time
             shutil.copytree(self.source(case.source), made, ignore=shutil.ignore_patterns(".git"), symlinks=True)
-            self._change(case, made)
             for make in case.material:
                 make(made / case.folder)
         shutil.rmtree(root, ignore_errors=True)
         shutil.copytree(made, root, symlinks=True)
+        self._change(case, root, case.own_changes if kind == "own" else case.changes)
         return root, root / case.folder
 
-    def _change(self, case: Case, root: Path) -> None:
-        for change in case.changes:
-            path = root / change.file
+    def _change(self, case: Case, root: Path, changes: Sequence[Change]) -> None:
+        for change in changes:
+            path = root / case.folder / change.file
             text = path.read_text()
             if text.count(change.old) != 1:
                 raise SystemExit(f"{case.name}: {change.file} is not as expected: {change.old!r}")
@@ -110,7 +111,7 @@ class Bench:
 
     def run(self, case: Case, stage: int, kind: str = "door", formats: dict[str, Any] | None = None) -> Run:
         """Start the script once. ``kind`` is "door", "counted", "plain" or "own"."""
-        root, folder = self.prepare(case)
+        root, folder = self.prepare(case, kind)
         out, config = root / "out", root / "ds.json"
         out.mkdir()
         if case.config is not None:
@@ -125,6 +126,7 @@ class Bench:
             "counted": [str(ROOT / "tests/ecosystem/counted.py"), *(["--local_rank"] if case.local_rank else [])],
             "plain": [str(ROOT / "tests/ecosystem/plain_ddp.py"), *(["--local_rank"] if case.local_rank else [])],
             "own": ["-m", "zero.compat"] if case.own_uses_door else [],
+            "direct": [],
         }[kind]
         given = case.own_arguments if kind == "own" else case.arguments
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={case.ranks}"]
@@ -191,23 +193,29 @@ class Bench:
                 run.losses.append(float(found.group(1).rstrip(".")))
 
 
-def missing(case: Case, options: argparse.Namespace) -> str:
+def missing(case: Case, bench: Bench) -> str:
     """Why a case cannot run here; "" if it can."""
     absent = [name for name in case.needs if importlib.util.find_spec(name) is None]
     if absent:
         return f"not run: pip install {' '.join(absent)}"
-    return "not run: needs --transformers4" if case.old_transformers and not options.transformers4 else ""
+    if case.old_transformers and not bench.options.transformers4:
+        return "not run: needs --transformers4"
+    try:
+        bench.source(case.source)
+    except subprocess.CalledProcessError:
+        return f"not run: no copy of {SOURCES[case.source]}"
+    return ""
 
 
 def rows(case: Case, bench: Bench) -> list[str]:
     """The case's rows of the table."""
     changed = str(sum(one.num_lines for one in case.changes))
-    if why := missing(case, bench.options):
+    if why := missing(case, bench):
         return [f"| {case.name} | {changed} | {case.ranks} | - | - | - | - | - | {why} |"]
     beside = bench.run(case, case.stages[0], case.beside) if case.beside else None
     listed = []
     for stage in case.stages:
-        run, ratio = bench.run(case, stage), "-"
+        run, ratio = bench.run(case, stage, "direct" if case.changes else "door"), "-"
         if case.formats is not None and stage == case.stages[-1] and run.code == 0:
             full = bench.run(case, stage, "counted").nbytes
             few = bench.run(case, stage, "counted", case.formats).nbytes

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from zcomm import ConfigError
-from zero.compat.host_memory import HostMemory
+from zero.compat.resident_memory import ResidentMemory
 
 
 class DeepSpeedAccelerator:
@@ -17,7 +17,7 @@ class DeepSpeedAccelerator:
     def __init__(self, name: str) -> None:
         self._name = name
         self._module: Any = torch.cuda if name == "cuda" else torch.cpu
-        self._host = HostMemory()
+        self._host = ResidentMemory()
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):

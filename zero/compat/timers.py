@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from zero.compat.engine import DeepSpeedEngine
+from zero.engine import Engine
 
 
 class ThroughputTimer:
     """Counts of an engine. Times are in the engine's own reports: see ``wall_clock_breakdown``."""
 
-    def __init__(self, engine: DeepSpeedEngine) -> None:
+    def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._first_micro_step = 0
         self.epoch_count = 0

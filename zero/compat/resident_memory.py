@@ -7,7 +7,7 @@ import resource
 from pathlib import Path
 
 
-class HostMemory:
+class ResidentMemory:
     """Resident bytes now, and the most that were seen since :meth:`reset`."""
 
     def __init__(self) -> None:

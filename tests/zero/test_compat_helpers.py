@@ -1,0 +1,85 @@
+"""Small names of zero.compat that public scripts of DeepSpeed use: see tests/ecosystem."""
+
+# covers zero/compat/accelerator.py zero/compat/resident_memory.py zero/compat/timers.py
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from tests.ranks import run_ranks
+from tests.zero.training import zero_optimizer
+from zcomm import StateError
+from zero import GatheredParameters
+from zero.compat import helpers
+from zero.compat.accelerator import DeepSpeedAccelerator
+from zero.compat.timers import ThroughputTimer
+
+
+def test_memory_of_a_cpu_is_that_of_the_process():
+    device = DeepSpeedAccelerator("cpu")
+    before = device.memory_allocated()
+    held = torch.ones(2**23)
+    assert before + 2**24 < device.memory_allocated() < device.total_memory()
+    assert device.memory_stats()["allocated_bytes.all.peak"] == device.max_memory_reserved() >= before + held.nbytes / 2
+    del held
+    device.reset_peak_memory_stats()
+    assert 0 < device.max_memory_allocated() <= device.total_memory()
+    assert 0 < device.available_memory() < device.total_memory()
+
+
+def test_a_cpu_has_torchs_generator_and_tensor_types():
+    device = DeepSpeedAccelerator("cpu")
+    assert device.initial_seed() == torch.initial_seed()
+    assert device.default_generator(0) is torch.default_generator
+    assert device.FloatTensor is torch.FloatTensor
+    assert not device.is_pinned(torch.ones(1))
+
+
+def test_the_timer_counts_epochs_and_their_steps():
+    counts = SimpleNamespace(global_steps=0, micro_steps=0)
+    timer = ThroughputTimer(counts)
+    counts.global_steps, counts.micro_steps = 3, 6
+    assert (timer.epoch_count, timer.global_step_count, timer.micro_step_count) == (0, 3, 6)
+    timer.update_epoch_count()
+    counts.micro_steps = 8
+    assert (timer.epoch_count, timer.global_step_count, timer.micro_step_count) == (1, 3, 2)
+
+
+def test_attributes_by_their_path():
+    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2)))
+    assert helpers.recursive_getattr(model, "0.0.weight") is model[0][0].weight
+    other = nn.Identity()
+    helpers.recursive_setattr(model, "0.0", other)
+    assert model[0][0] is other
+
+
+def test_tensors_are_moved_in_their_containers():
+    given = {"a": [torch.ones(2)], "b": (torch.zeros(1),)}
+    moved = helpers.move_to_device(given, "meta")
+    assert moved["a"][0].is_meta
+    assert moved["b"][0].is_meta
+    kept = torch.ones(2)
+    assert helpers.move_to_device(kept, "cpu", torch.is_tensor) is kept
+
+
+def _check_to(rank: int) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    for param in model.parameters():
+        torch.distributed.broadcast(param.data, 0)
+    before = [param.detach().clone() for param in model.parameters()]
+    with zero_optimizer(model, stage=3):
+        model.to("cpu").to(torch.float32).to(torch.device("cpu"), torch.float32)
+        for change in (torch.bfloat16, "meta"):
+            with pytest.raises(StateError, match="is released"):
+                model.to(change)
+        for param, values in zip(model.parameters(), before, strict=True):
+            with GatheredParameters([param]):
+                torch.testing.assert_close(param.detach(), values)
+
+
+def test_a_module_with_released_parameters_may_be_asked_to_be_where_it_is():
+    run_ranks(2, _check_to)
