@@ -75,6 +75,7 @@ class Case:
 
 
 _ADAMW = {"type": "AdamW", "params": {"lr": 3e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01}}
+_ZENFLOW = {"topk_ratio": 0.1, "update_interval": 4, "full_warm_up_rounds": 0, "overlap_step": True}
 _OFFLOAD = {"device": "cpu", "pin_memory": True}
 _JSON: dict[str, Any] = {"bf16": {"enabled": True}, "zero_optimization": {}, "gradient_clipping": 1.0}
 _QUANTIZED = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
@@ -168,6 +169,14 @@ CASES = (
         config={**_JSON, "train_batch_size": 8, "optimizer": _ADAMW}, note="one rank: it saves on rank 0 only",
     ),
     Case(
+        "DeepSpeed-ZenFlow/finetune_llama.py, as shipped", "DeepSpeedExamples",
+        "training/DeepSpeed-ZenFlow/finetuning", "finetune_llama.py", r"Loss: ([0-9.]+)",
+        "--model_name {folder}/llama --lr 1e-3 --batch_size 4 --output_dir {out} --num_train_epochs 1 "
+        "--deepspeed_config {config}", material=(material.llama, material.alpaca), ranks=1, stages=(2,),
+        config={**_JSON, "train_batch_size": 8, "optimizer": _ADAMW,
+                "zero_optimization": {"zenflow": _ZENFLOW, "offload_optimizer": _OFFLOAD}},
+    ),
+    Case(
         "tensor_parallel/hf_integration/train.py (Trainer)", "DeepSpeedExamples",
         "training/tensor_parallel/hf_integration", "train.py", r"'loss': '?([0-9.]+)",
         "--model_name_or_path {folder}/gpt2 --data_path alpaca_data.json --output_dir {out} --max_steps 12 "
@@ -194,6 +203,18 @@ CASES = (
           beside="plain"),
     _chat("step 2, DPO", "step2_dpo_finetuning", "0,10,0", " --print_loss", r"Rank: 0, loss = ([0-9.]+)",
           beside="plain"),
+    Case(
+        "DeepSpeed-Chat step 3, RLHF", "DeepSpeedExamples",
+        "applications/DeepSpeed-Chat/training/step3_rlhf_finetuning", "main.py", r"Critic Loss: ([0-9.]+)",
+        "--data_path local/jsonfile --data_split 0,0,10 --actor_model_name_or_path {folder}/opt "
+        "--critic_model_name_or_path {folder}/critic --num_padding_at_beginning 1 --actor_zero_stage {stage} "
+        "--critic_zero_stage {stage} --per_device_generation_batch_size 4 --per_device_training_batch_size 4 "
+        "--max_prompt_seq_len 48 --max_answer_seq_len 8 --dtype bf16 --data_output_path {out}/data --seed 7 "
+        "--actor_dropout 0.0 --critic_learning_rate 1e-3 --enable_test_mode --test_stop_step 8",
+        material=(material.opt, material.critic, material.chat_data), local_rank=True, old_transformers=True,
+        environment={"PYTHONPATH": "{root}/applications/DeepSpeed-Chat"}, falls=False,
+        note="loss of the critic; generates between steps",
+    ),
     Case(
         "benchmarks/communication/run_all.py", "DeepSpeedExamples", "benchmarks/communication", "run_all.py",
         r"(----)", "--device cpu --scan --maxsize 4", stages=(0,), falls=False,

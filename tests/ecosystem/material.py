@@ -183,6 +183,20 @@ def opt(folder: Path) -> None:
     model(folder, "opt")
 
 
+def critic(folder: Path) -> None:
+    """What DeepSpeed-Chat's step 2 leaves for step 3: a reward model's weights, in pytorch_model.bin."""
+    import torch
+    import transformers
+
+    place = folder / "critic"
+    model(folder / "of", "opt")
+    (folder / "of" / "opt").rename(place)
+    base = transformers.AutoModel.from_pretrained(place).state_dict()
+    (place / "model.safetensors").unlink()
+    weights = {f"rwtransformer.{name}": value for name, value in base.items()}
+    torch.save({**weights, "v_head.weight": torch.randn(1, 64) / 8}, place / "pytorch_model.bin")
+
+
 def roberta_tokenizer(folder: Path) -> None:
     """What ``AutoTokenizer.from_pretrained("roberta-base")`` finds in the current folder."""
     tokenizer(folder / "roberta-base")

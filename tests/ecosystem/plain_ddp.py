@@ -32,8 +32,7 @@ class PlainEngine:
         dtypes = {"bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "fp16": torch.float16}
         self.dtype = next((dtypes[key] for key in dtypes if config.get(key, {}).get("enabled")), torch.float32)
         self.masters: dict[nn.Parameter, Tensor] = {}
-        for param in model.parameters():  # not buffers, as the library does
-            param.data = param.data.to(self.dtype)
+        model.to(self.dtype)
         trained = [param for param in model.parameters() if param.requires_grad]
         self.wrapped = DistributedDataParallel(model, find_unused_parameters=True) if trained else model
         self.optimizer = optimizer or self._configured(trained)
