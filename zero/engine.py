@@ -18,9 +18,10 @@ from torch.utils._pytree import tree_map_only
 
 from zcomm import StateError
 from zero import _checkpoint as checkpoints
-from zero._config import BatchSizes, Config, Configuration, read_source
+from zero._config import BatchSizes, Configuration, read_source
 from zero._config.parse import Source
 from zero._config.resolved import to_dtype
+from zero._gradients.accumulation import SCALED_BACKWARDS
 from zero._ranks.distributed import RankDataLoader
 from zero.offload import offload_states, reload_states
 from zero.optimizer import ZeroOptimizer
@@ -28,7 +29,7 @@ from zero.reports import Reports
 
 __all__ = ["Engine"]
 
-COUNTERS = ("micro_steps", "global_steps", "skipped_steps")
+COUNTERS = ("micro_steps", "global_steps", "skipped_steps", "global_samples")
 
 
 class BatchInfo(NamedTuple):
@@ -58,11 +59,13 @@ class Engine(nn.Module):
         optimizer: ZeroOptimizer,
         *,
         lr_scheduler: Any,
-        config: Config,
+        configuration: Configuration,
         batch_sizes: BatchSizes,
         frozen: Sequence[nn.Parameter] = (),
     ) -> None:
         super().__init__()
+        config = configuration.values
+        self._configuration = configuration
         self.training = module.training
         self.module = module
         self.optimizer = optimizer
@@ -74,10 +77,12 @@ class Engine(nn.Module):
         """Boundaries so far, skipped steps included."""
         self.skipped_steps = 0
         """Boundaries at which gradients overflowed."""
+        self.global_samples = 0
+        """Samples of all boundaries so far, over all ranks; boundaries, if the configuration has no batch size."""
         self._config, self._batch_sizes = config, batch_sizes
         self._frozen = frozen
         self._boundary: bool | None = None if config.managed_gradient_accumulation else True
-        self._reports = Reports(optimizer, config, next(module.parameters()).device, batch_sizes.train)
+        self._reports = Reports(optimizer, config, next(module.parameters()).device)
         self.monitor = self._reports.monitor
         """Has ``write_events([(name, value, step), ...])``, for the configured monitors; the first rank writes."""
         optimizer.computes_grad_norm = config.zero_optimization.compute_grad_norm
@@ -106,8 +111,15 @@ class Engine(nn.Module):
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}, nor has its model")
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's, without ``module.`` in front of its names."""
-        return self.module.state_dict(*args, **kwargs)
+        """The model's, without ``module.`` in front of its names; with it within a module that holds the engine."""
+        is_part = bool(args) or kwargs.get("destination") is not None
+        return super().state_dict(*args, **kwargs) if is_part else self.module.state_dict(**kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse copies and pickles, which would not be managed."""
+        raise StateError(
+            "an engine cannot be copied or pickled: call engine.save_checkpoint(), or zero.MovingAverage for an average"
+        )
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Load a :meth:`state_dict`."""
@@ -143,11 +155,8 @@ class Engine(nn.Module):
                 )
             if scale_wrt_gas and self._config.managed_gradient_accumulation:
                 loss = loss / self.gradient_accumulation_steps()
-            self.optimizer.parts.runtime.reducer.factor = 1.0
-            try:
+            with SCALED_BACKWARDS().running():
                 self.optimizer.scale(loss).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
-            finally:
-                self._scale_gradients()
             self._reports.add_loss(loss)
             return loss
 
@@ -168,13 +177,16 @@ class Engine(nn.Module):
                 self.optimizer.step()
                 self.optimizer.zero_grad()
             self.global_steps += 1
+            self.global_samples += self.train_batch_size() or 1
             self._was_step_applied = self.optimizer.was_step_applied
             if not self._was_step_applied:
                 self.skipped_steps += 1
             elif self.lr_scheduler is not None:
                 self.lr_scheduler.step(**(lr_kwargs or {}))
             numbers = self.skipped_steps, self.get_lr(), self.get_mom(), self.cur_scale
-            self._reports.end_step(self.global_steps, "skipped={}, lr={}, mom={}, loss scale={:g}".format(*numbers))
+            self._reports.end_step(
+                self.global_steps, self.global_samples, "skipped={}, lr={}, mom={}, loss scale={:g}".format(*numbers)
+            )
         self.micro_steps += 1
         self._mark_boundary()
 
@@ -326,8 +338,10 @@ class Engine(nn.Module):
 
     def destroy(self) -> None:
         """Remove the hooks from the model and free process groups and files; see :meth:`zero.ZeroOptimizer.close`."""
-        self._reports.close()
-        self.optimizer.close()
+        try:
+            self._reports.close()
+        finally:
+            self.optimizer.close()
         for param in self._frozen:
             param.requires_grad_()
 
@@ -344,6 +358,7 @@ class _Counters:
         return {name: getattr(self._engine, name) for name in COUNTERS} | passes
 
     def load_state_dict(self, state: dict[str, int]) -> None:
+        state = {"global_samples": int(state["global_steps"]) * (self._engine.train_batch_size() or 1), **state}
         for name in COUNTERS:
             setattr(self._engine, name, int(state[name]))
         if isinstance(self._engine.training_dataloader, RankDataLoader) and "num_passes" in state:

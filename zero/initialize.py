@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import inspect
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -100,7 +101,8 @@ def initialize(
         built = _choose_optimizer(optimizer, placed, model_parameters, configuration)
         return _Prepared(placed, configuration, sizes, data, built)
 
-    engine = _build(engine_class, on_every_rank(prepare, ranks.group), ranks, lr_scheduler, trainable)
+    with _unfrozen_on_error(trainable):
+        engine = _build(engine_class, on_every_rank(prepare, ranks.group), ranks, lr_scheduler, trainable)
     return Initialized(engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler)
 
 
@@ -120,13 +122,25 @@ def _build(
     model, configuration = ready.model, ready.configuration
     optimizer = engine_class.optimizer_class(model, ready.optimizer, config=configuration, group=ranks)
     scheduler = _choose_scheduler(scheduler, model, optimizer, configuration)
-    config, sizes = configuration.values, ready.batch_sizes
+    sizes = ready.batch_sizes
     frozen = [param for param in trainable if not param.requires_grad]
-    engine = engine_class(model, optimizer, lr_scheduler=scheduler, config=config, batch_sizes=sizes, frozen=frozen)
+    engine = engine_class(
+        model, optimizer, lr_scheduler=scheduler, configuration=configuration, batch_sizes=sizes, frozen=frozen
+    )
     engine.training_dataloader = ready.loader
     if ranks.rank == ranks.model_parallel.rank == 0:
         _announce(configuration, sizes, ranks)
     return engine
+
+
+@contextmanager
+def _unfrozen_on_error(trainable: list[nn.Parameter]) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        for param in trainable:
+            param.requires_grad_()
+        raise
 
 
 def _trainable(model: Any) -> list[nn.Parameter]:

@@ -314,7 +314,9 @@ class ZeroOptimizer(Optimizer):
 
     def _set_mode(self, mode: str) -> None:
         change, buckets = getattr(self._inner, mode, None), [b for b in self._runtime.buckets if b.is_trainable]
-        if callable(change):
+        # A trainer calls train() before each backward.
+        is_there = all(group.get("train_mode") is (mode == "train") for group in self.param_groups)
+        if callable(change) and not is_there:
             with self._runtime.in_memory(buckets, is_changed=True):
                 on_every_rank(change, self.topology)
             self._runtime.write_back(buckets)

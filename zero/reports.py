@@ -36,19 +36,15 @@ class Reports:
         optimizer: Its exchanges and memory are measured.
         config: ``steps_per_print``, ``wall_clock_breakdown``, ``memory_breakdown`` and ``comms_logger``.
         device: Where the parameters are.
-        train_batch_size: The samples of a step, in which monitors count; None: they count steps.
 
     Raises:
         BackendUnavailableError: A monitor's library is missing on the first rank. An error there is raised on all, and
             the optimizer is closed.
     """
 
-    def __init__(
-        self, optimizer: ZeroOptimizer, config: Config, device: torch.device, train_batch_size: int | None = None
-    ) -> None:
+    def __init__(self, optimizer: ZeroOptimizer, config: Config, device: torch.device) -> None:
         self._optimizer, self._config, self._device = optimizer, config, device
         self._is_log_rank = optimizer.parts.runtime.is_log_rank
-        self._step_samples = train_batch_size or 1
         self._loss: Tensor | None = None
         self.monitor = self._open_monitor()
         self._seconds: dict[str, float] = {}
@@ -87,10 +83,10 @@ class Reports:
         if self.monitor.is_writing:
             self._loss = loss.detach().float() if self._loss is None else self._loss + loss.detach()
 
-    def end_step(self, step: int, line: str) -> None:
-        """Log what is due after ``step`` steps; ``line`` is for steps_per_print."""
+    def end_step(self, step: int, samples: int, line: str) -> None:
+        """Log what is due after ``step`` steps of so many ``samples``; ``line`` is for steps_per_print."""
         if self.monitor.is_writing:
-            self.monitor.write_events(self._events(step))
+            self.monitor.write_events(self._events(samples))
         config = self._config
         is_due = bool(config.steps_per_print) and step % (config.steps_per_print or 1) == 0
         if self._is_log_rank:
@@ -110,7 +106,7 @@ class Reports:
             self._log_sent("since the last step" if self._config.comms_logger.verbose else "by this engine")
             self._sent = None
 
-    def _events(self, step: int) -> list[Event]:
+    def _events(self, samples: int) -> list[Event]:
         """What DeepSpeed writes after a step, and the mean loss over its backwards."""
         optimizer = self._optimizer
         values: dict[str, Any] = {} if self._loss is None else {"train_loss": self._loss}
@@ -121,7 +117,7 @@ class Reports:
             for phase, name in TIMED_EVENTS.items():
                 values[f"elapsed_time_ms_{name}"] = 1e3 * self._seconds.get(phase, 0.0)
         self._loss = None
-        return [(f"Train/Samples/{name}", value, step * self._step_samples) for name, value in values.items()]
+        return [(f"Train/Samples/{name}", value, samples) for name, value in values.items()]
 
     def _log_sent(self, when: str) -> None:
         assert self._sent is not None, "nothing was counted"

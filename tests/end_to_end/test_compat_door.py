@@ -84,6 +84,11 @@ for module, found in names.NAMES.items():  # every listed name is there
         for name in target.split():
             getattr(opened, name)
             assert name in dir(opened)
+from deepspeed.utils import *
+assert safe_get_full_fp32_param is not None and RepeatingLoader is not None
+from deepspeed.ops.adam import *
+assert FusedAdam is deepspeed.ops.adam.FusedAdam
+assert importlib.metadata.version("DeepSpeed") == deepspeed.__version__
 print("all names")
 """
 
@@ -157,6 +162,8 @@ import torch.multiprocessing as mp
 import deepspeed
 
 def train(rank, folder):
+    import importlib.metadata
+    assert importlib.metadata.version("deepspeed") == "0.19.8+zcomm.zero"
     deepspeed.init_distributed("gloo", rank=rank, world_size=2, init_method=f"file://{folder}/store")
     model = deepspeed.zero.TiledLinear(4, 4)
     engine, *_ = deepspeed.initialize(model=model, config={"optimizer": {"type": "SGD", "params": {"lr": 0.1}}})
@@ -167,6 +174,28 @@ if __name__ == "__main__":
     mp.spawn(train, (sys.argv[1],), nprocs=2)
     print("both ended")
 """
+
+ASKING_FIRST = """
+import importlib.metadata, importlib.util, sys
+import torch.multiprocessing as mp
+
+def ask(rank):
+    assert "deepspeed" not in sys.modules
+    assert importlib.util.find_spec("deepspeed") is not None
+    assert importlib.metadata.version("deepspeed") == "0.19.8+zcomm.zero"
+    from deepspeed.ops.adam import FusedAdam
+    from torch import nn
+    assert not hasattr(nn.Parameter(), "ds_id") and "ds_id" in vars(nn.Parameter)
+
+if __name__ == "__main__":
+    mp.spawn(ask, nprocs=1)
+    print("asked")
+"""
+
+
+def test_a_spawned_process_that_asks_the_metadata_first(tmp_path: Path) -> None:
+    (tmp_path / "asking.py").write_text(ASKING_FIRST)
+    assert "asked" in _run("-m", "zero.compat", str(tmp_path / "asking.py"))
 
 
 def test_processes_that_a_script_spawns_have_the_names_too(tmp_path: Path) -> None:
@@ -193,34 +222,28 @@ def test_nothing_to_run_is_a_usage_error() -> None:
 
 
 VERSIONS = """
-import importlib.metadata, zero.compat
-try:
-    zero.compat.as_deepspeed()
-except ValueError as error:
-    print("refused:", error)
-import importlib.util
-try:
-    print("open:", importlib.util.find_spec("deepspeed") is not None)
-except ModuleNotFoundError as error:
-    print(error)
+import sys, zero.compat
+zero.compat.as_deepspeed()
+for name in sys.argv[1:]:
+    try:
+        __import__(name)
+        print("open:", name)
+    except ValueError as error:
+        print("refused:", error)
 """
 
 
 def test_versions_of_front_ends_that_are_not_tested(tmp_path: Path) -> None:
-    """Names, as a metadata folder in front of those that are installed."""
-
-    def opened_with(**versions: str) -> str:
-        folder = tmp_path / "-".join(versions.values())
-        for name, version in versions.items():
-            (folder / f"{name}-{version}.dist-info").mkdir(parents=True)
-            text = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
-            (folder / f"{name}-{version}.dist-info" / "METADATA").write_text(text)
-        return _run("-c", VERSIONS, PYTHONPATH=f"{folder}{os.pathsep}{ROOT}")
-
-    printed = opened_with(transformers="4.56.9", trl="2.0.0")
-    assert "refused: zero.compat cannot serve transformers 4.56.9 (tested: 4.57 to 5.23), trl 2.0.0" in printed
-    assert "open: False" in printed
-    printed = opened_with(transformers="5.99.1", trl="1.16.3")
-    assert "transformers 5.99.1 (tested: 4.57 to 5.23): later than tested" in printed
-    assert "trl" not in printed
-    assert "open: True" in printed
+    """Front ends of other versions: stand-ins, in front of what is installed."""
+    for name, version in {"transformers": "4.56.9", "trl": "2.0.0", "accelerate": "1.99.1", "peft": "0.1"}.items():
+        (tmp_path / f"{name}.py").write_text("")
+        folder = tmp_path / f"{name}-{version}.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    path = f"{tmp_path}{os.pathsep}{ROOT}"
+    printed = _run("-c", VERSIONS, "transformers", "trl", "accelerate", PYTHONPATH=path)
+    for text in ("transformers 4.56.9 (tested: 4.57 to 5.23)", "trl 2.0.0 (tested: 1.16)"):
+        assert f"refused: zero.compat cannot serve {text}: install a tested version" in printed
+    assert "accelerate 1.99.1 (tested: 1.15) is later than tested" in printed
+    assert "open: accelerate" in printed
+    assert "peft" not in printed, "it is not imported"

@@ -63,6 +63,7 @@ def _check_methods(rank: int, stage: int) -> None:
         0,
         False,
     )
+    assert (built.zero_offload_optimizer(), built.zero_offload_param()) == (None, None)
     built.set_lr(0.25)
     assert built.get_lr() == [0.25]
     assert isinstance(built.client_optimizer, torch.optim.AdamW)
@@ -82,14 +83,16 @@ def _check_batch_sizes(rank: int) -> None:
     built = _engine(2, model, optimizer=sgd, gradient_clipping=0, scheduler={}, train_micro_batch_size_per_gpu=1)
     built.set_train_batch_size(8)
     assert built.get_batch_info() == (8, 1, 4)
+    assert built.global_samples == 0
     for micro in range(4):
         assert built.is_gradient_accumulation_boundary() == (micro == 3)
         built(torch.full((1, 8), float(micro))).sum().backward()
         built.step()
     assert torch.equal(built.module_state_dict()["weight"], torch.full((1, 8), -1.5))
     built.set_train_micro_batch_size(2)
+    assert built.global_samples == 8, "those of the steps so far"
     assert built.get_batch_info() == (16, 2, 4)
-    with pytest.raises(ConfigError, match="train_batch_size must be a multiple of 4: 6"):
+    with pytest.raises(ConfigError, match="train_batch_size must be a positive multiple of 4: 6"):
         built.set_train_batch_size(6)
     built.destroy()
 
@@ -106,6 +109,8 @@ def test_deepspeeds_defaults_are_added_where_nothing_is_given(tmp_path: Path) ->
     path = tmp_path / "ds.json"
     path.write_text(json.dumps({"zero_optimization": {"param_persistence_threshold": 5}, "gradient_clipping": 0.5}))
     assert engine.with_defaults(path) == json.loads(path.read_text())
+    automatic = {"stage": 3, "stage3_param_persistence_threshold": "auto"}
+    assert engine.with_defaults({"zero_optimization": automatic, "gradient_clipping": "auto"}) == added
     assert engine.with_defaults({"zero_optimization": True}) == {"zero_optimization": True, "gradient_clipping": 1.0}
     config = engine.DeepSpeedConfig({"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}})
     assert (config.zero_optimization_stage, config.zero_enabled, config.bf16.enabled) == (2, True, True)

@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import logging
+import pickle
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -491,6 +493,82 @@ def _check_names(rank: int) -> None:
     assert not model.training
     assert list(engine.state_dict()) == ["weight", "bias"]
     engine.destroy()
+
+
+def _check_several_engines(rank: int, backward: str) -> None:
+    """Two models and one loss, accumulated over 2 and 4 backwards: each gradient is divided once."""
+    sgd = {"type": "SGD", "params": {"lr": 1.0}}
+    engines = []
+    for accumulation in (2, 4):
+        model = nn.Linear(3, 3, bias=False)
+        nn.init.eye_(model.weight)
+        config = _config(1, gradient_accumulation_steps=accumulation, optimizer=sgd)
+        engines.append(deepspeed.initialize(model=model, config=config)[0])
+    first, second = engines
+    for _ in range(2):
+        loss = second(first(torch.ones(1, 3))).sum()
+        if backward == "plain":
+            loss.backward()
+        else:
+            first.backward(loss)
+        for engine in engines:
+            engine.step()
+    values = [full_values(engine.module)["weight"] for engine in engines]
+    for engine in engines:
+        engine.destroy()
+    assert torch.equal(values[0], torch.eye(3) - 1)  # the gradient is 1 in each of 2 backwards, divided by 2
+    assert torch.equal(values[1], torch.eye(3))  # its boundary is the 4th
+
+
+@pytest.mark.parametrize("backward", ["plain", "engine"])
+def test_engines_that_share_a_loss_divide_their_own_gradients_once(backward: str) -> None:
+    run_ranks(2, _check_several_engines, backward)
+
+
+def _check_sharing_window(rank: int) -> None:
+    """Engines of the same window: both gradients are divided by the loss that one of them scales."""
+    sgd = {"type": "SGD", "params": {"lr": 1.0}}
+    engines = []
+    for _ in range(2):
+        model = nn.Linear(3, 3, bias=False)
+        nn.init.eye_(model.weight)
+        config = _config(2, gradient_accumulation_steps=2, optimizer=sgd)
+        engines.append(deepspeed.initialize(model=model, config=config)[0])
+    for _ in range(2):
+        engines[0].backward(sum(engine(torch.ones(1, 3)).sum() for engine in engines))
+        for engine in engines:
+            engine.step()
+    for engine in engines:
+        assert torch.equal(full_values(engine.module)["weight"], torch.eye(3) - 1)
+        engine.destroy()
+
+
+def test_one_engines_backward_scales_the_gradients_of_all_in_its_loss() -> None:
+    run_ranks(2, _check_sharing_window)
+
+
+def _check_failed_evaluation(rank: int) -> None:
+    """What cannot be prepared is left as it was: trainable."""
+    model = nn.Linear(2, 2)
+    with pytest.raises(ZeroDivisionError):
+        deepspeed.initialize(model=model, config=_config(1), lr_scheduler=lambda _: 1 / 0)
+    assert all(param.requires_grad for param in model.parameters())
+    engine, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.SGD, config=_config(1))
+    for copying in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(StateError, match="an engine cannot be copied or pickled"):
+            copying(engine)
+    held = nn.ModuleDict({"inner": engine})
+    saved = {name: value.clone() for name, value in held.state_dict().items()}
+    assert set(saved) == {"inner.module.weight", "inner.module.bias"}
+    with torch.no_grad():
+        held.load_state_dict({name: value + 1 for name, value in saved.items()})
+    assert torch.equal(model.weight, saved["inner.module.weight"] + 1)
+    engine.load_state_dict(engine.state_dict())
+    engine.destroy()
+
+
+def test_a_failed_call_leaves_the_model_trainable_and_engines_are_modules() -> None:
+    run_ranks(2, _check_failed_evaluation)
 
 
 def test_namespace() -> None:

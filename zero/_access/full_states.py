@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from zcomm import StateError, Topology, all_gather_single, control
 from zero._optim.masters import MasterPiece, is_elementwise, pieces_by_bucket
@@ -174,7 +173,7 @@ def _check_states(name: str, param: nn.Parameter, states: Any, call: HelperCall,
         )
     for state, value in (states or {}).items():
         is_number = isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.ndim == 0)
-        is_full = isinstance(value, Tensor) and not isinstance(value, DTensor) and value.shape == param.shape
+        is_full = isinstance(value, Tensor) and not hasattr(value, "placements") and value.shape == param.shape
         if not (is_number or is_full):
             shape = tuple(value.shape) if isinstance(value, Tensor) else ""
             raise StateError(

@@ -29,6 +29,9 @@ class Configuration:
     notes: tuple[str, ...] = ()
     """Warnings: aliases, deprecated keys, "auto"."""
 
+    raw: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    """As it was given."""
+
     def given(self, path: str) -> bool:
         return path in self.origins
 
@@ -120,7 +123,7 @@ def parse(raw: Mapping[str, Any], source: str) -> Configuration:
         raise ConfigError("fp16.enabled and bf16.enabled must not both be true")
     for new, old in moved.items():
         reader.origins[new] = f"{source}: {old}"
-    return Configuration(values=values, source=source, origins=reader.origins, notes=tuple(reader.notes))
+    return Configuration(values=values, source=source, origins=reader.origins, notes=tuple(reader.notes), raw=raw)
 
 
 def read_options(known: Mapping[str, Definition], given: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,6 +5,26 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from zcomm._base.rank_context import PerRank
+
+
+class ScaledBackwards:
+    """Counts the running backwards whose loss is divided by the accumulation steps already, for all models in it."""
+
+    def __init__(self) -> None:
+        self.num_running = 0
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        self.num_running += 1
+        try:
+            yield
+        finally:
+            self.num_running -= 1
+
+
+SCALED_BACKWARDS = PerRank(ScaledBackwards)
+
 
 class Accumulation:
     """Counts the backwards of a step.

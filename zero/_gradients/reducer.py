@@ -28,7 +28,7 @@ from torch import Tensor
 from zcomm import DivergedError, StateError, Topology, Work, all_gather_single, control
 from zcomm._base.rank_context import clock
 from zcomm._transport.call_context import outside_public_call
-from zero._gradients.accumulation import Accumulation
+from zero._gradients.accumulation import SCALED_BACKWARDS, Accumulation
 from zero._gradients.bucket_gradients import BucketGrads, InFlight
 from zero._gradients.bucket_reduce_scatter import GradientReduceScatter
 from zero._gradients.grad_attribute import GradAttributes, not_dense
@@ -130,7 +130,7 @@ class Reducer(RuntimePart):
         self.consumer = GradientConsumer()
         """Uses the reduced gradients: set once, by the optimizer that is made after this."""
         self.factor = 1.0
-        """Multiplies the gradients that backwards compute."""
+        """Multiplies the gradients of backwards of unscaled losses; not those that a user sets (G2)."""
         self.has_cleared = False
         """Whether a user has cleared a gradient since the last reduction."""
 
@@ -177,7 +177,7 @@ class Reducer(RuntimePart):
             return
         if grad.layout is not torch.strided:
             raise not_dense(grad, grads.bucket.layout.slots[slot].name)
-        if self.factor != 1:
+        if self.factor != 1 and not SCALED_BACKWARDS().num_running:
             grad = grad * self.factor
         if grads.num_in_flight and not self._stage.shards_gradients:
             # The exchange in flight reads the buffer, so adding to it would send a mix. Waiting for it could deadlock:

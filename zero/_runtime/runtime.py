@@ -63,6 +63,8 @@ class Runtime:
         self.since_ns = time.time_ns()  # when this state was constructed or last loaded
         self.state_dicts: StateDictHooks
         """Set once, by the optimizer: makes ``model.state_dict()`` and its counterpart work on sharded parameters."""
+        self.has_averages = False
+        """Whether masters and averages are swapped: see zero.MovingAverage."""
         self.suspended: SuspendedMemory | None = None
         """What ``offload_states`` has moved to host memory; None: nothing."""
         self.states = OptimizerStates()
@@ -296,6 +298,8 @@ class Runtime:
         """Raise StateError if a parameter was added, replaced, moved or unfrozen, or its values edited."""
         if self.is_closed:
             raise StateError("this optimizer is closed: make another one, or use it before close()")
+        if self.has_averages:
+            raise StateError("the model has the averages of a zero.MovingAverage: leave applied() before step()")
         self.check_not_suspended()
         check_model_unchanged(self.model, self.buckets)
         self._write_back.debug_copies.check()

@@ -54,7 +54,7 @@ class MovingAverage:
     def applied(self) -> Iterator[None]:
         """Inside, the model has the averages, to evaluate, save or load them; afterwards its own weights. Collective.
 
-        Make no step inside. A checkpoint that is saved inside holds the averages as weights, and
+        A step inside is a StateError. A checkpoint that is saved inside holds the averages as weights, and
         ``load_checkpoint(..., load_module_only=True)`` inside loads them, on any number of ranks. A delayed update is
         finished before. Cost: that of writing back all parameters, twice.
         """
@@ -62,9 +62,11 @@ class MovingAverage:
         runtime.finish_update(writes_back=True)
         replicas = {bucket: held.clone() for bucket, held in runtime.mode_state.replica_shards().items()}
         self._swap()
+        runtime.has_averages = True
         try:
             yield
         finally:
+            runtime.has_averages = False
             self._swap()
             runtime.mode_state.set_replicas(
                 replicas

@@ -25,10 +25,9 @@ logger = logging.getLogger("zero")
 PACKAGE = "deepspeed"
 VERSION = f"{INTERFACE}+zcomm.zero"
 """What ``deepspeed.__version__`` is: the version whose interface this follows, marked as not DeepSpeed's."""
-METADATA = (
-    f"Metadata-Version: 2.1\nName: {PACKAGE}\nVersion: {VERSION}\n"
-    "Summary: names of DeepSpeed, provided by zcomm-zero for this process (zero.compat)\n"
-)
+SPAWNED = Path(__file__).parent / "spawned"
+"""On ``sys.path``, which spawned processes inherit: what they find before anything opens the door."""
+METADATA = (SPAWNED / f"{PACKAGE}-{VERSION}.dist-info" / "METADATA").read_text()
 
 
 def as_deepspeed() -> None:
@@ -38,7 +37,6 @@ def as_deepspeed() -> None:
 
     Raises:
         StateError: A real DeepSpeed has been imported already.
-        ConfigError: A front end has a version that this is not tested with.
     """
     if any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return
@@ -47,9 +45,9 @@ def as_deepspeed() -> None:
             f"{PACKAGE} has been imported already, from {getattr(sys.modules[PACKAGE], '__file__', None)}: call "
             "zero.compat.as_deepspeed() before, or run the script by python -m zero.compat"
         )
-    front_ends.check_versions()
     sys.meta_path.insert(0, _Finder())
-    sys.path.insert(1, str(Path(__file__).parent / "spawned"))
+    if str(SPAWNED) not in sys.path:
+        sys.path.insert(1, str(SPAWNED))
     parameters.add_attributes()
     if os.environ.get("RANK", "0") == "0" and multiprocessing.parent_process() is None:
         logger.warning(
@@ -61,6 +59,8 @@ class _Finder(importlib.abc.MetaPathFinder):
     """Finds ``deepspeed``, its submodules, and its version."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        if name in front_ends.TESTED:
+            front_ends.check_version(name)
         if name != PACKAGE and not name.startswith(PACKAGE + "."):
             return None
         own = name[len(PACKAGE) + 1 :]
@@ -75,7 +75,7 @@ class _Finder(importlib.abc.MetaPathFinder):
         self, context: importlib.metadata.DistributionFinder.Context | None = None
     ) -> Iterator[importlib.metadata.Distribution]:
         """Answer ``importlib.metadata``: front ends look for a distribution before they import it."""
-        if context is None or context.name in (None, PACKAGE):
+        if context is None or context.name is None or context.name.lower() == PACKAGE:
             yield _Distribution()
 
 
@@ -100,6 +100,8 @@ class CompatModule(ModuleType):
     def __getattr__(self, name: str) -> Any:
         own = self.__dict__.get("_own", "")
         path = f"{own}.{name}" if own else name
+        if name == "__all__":
+            return [known for known in dir(self) if not known.startswith("_")]
         if name.startswith("__") and name != "__version__":
             raise AttributeError(name)
         value = self._find(path, name, own)

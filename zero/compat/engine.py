@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,12 +35,14 @@ def with_defaults(config: Source) -> dict[str, Any]:
     if not isinstance(config, (Mapping, str, os.PathLike)):
         raise ConfigError(f"config must be a dict or the path of a JSON file: got {type(config).__name__}")
     given = dict(config) if isinstance(config, Mapping) else read_file(Path(config))
-    given.setdefault("gradient_clipping", GRADIENT_CLIPPING)
+    if given.get("gradient_clipping") in (None, "auto"):
+        given["gradient_clipping"] = GRADIENT_CLIPPING
     section = given.get("zero_optimization")
     if isinstance(section, Mapping):
         names = ("stage3_param_persistence_threshold", "param_persistence_threshold")
-        if not any(name in section for name in names):
-            given["zero_optimization"] = {**section, names[0]: PERSISTENCE_THRESHOLD}
+        if all(section.get(name) in (None, "auto") for name in names):
+            others = {key: value for key, value in section.items() if key not in names}
+            given["zero_optimization"] = {**others, names[0]: PERSISTENCE_THRESHOLD}
     return given
 
 
@@ -108,8 +110,10 @@ class DeepSpeedEngine(zero.Engine):
         """Read ``source`` with DeepSpeed's defaults."""
         return read_source(with_defaults(source))
 
-    config: dict[str, Any]
-    """The configuration as it was given, with DeepSpeed's defaults."""
+    @property
+    def config(self) -> dict[str, Any]:
+        """The configuration as it was given, with DeepSpeed's defaults."""
+        return dict(self._configuration.raw)
 
     @property
     def global_rank(self) -> int:
@@ -145,11 +149,6 @@ class DeepSpeedEngine(zero.Engine):
     def tput_timer(self) -> ThroughputTimer:
         """Counts of epochs and steps."""
         return ThroughputTimer(self)
-
-    @property
-    def global_samples(self) -> int:
-        """Samples of all steps so far, over all ranks."""
-        return self.global_steps * (self.train_batch_size() or 0)
 
     @property
     def client_optimizer(self) -> Any:
@@ -206,12 +205,14 @@ class DeepSpeedEngine(zero.Engine):
         return bool(self.config.get("zero_allow_untested_optimizer", False))
 
     def zero_offload_optimizer(self) -> Any:
-        """The section ``offload_optimizer``."""
-        return self._config.zero_optimization.offload_optimizer
+        """The section ``offload_optimizer``; None: states are on the device."""
+        section = self._config.zero_optimization.offload_optimizer
+        return None if section.device == "none" else section
 
     def zero_offload_param(self) -> Any:
-        """The section ``offload_param``."""
-        return self._config.zero_optimization.offload_param
+        """The section ``offload_param``; None: parameters are on the device."""
+        section = self._config.zero_optimization.offload_param
+        return None if section.device == "none" else section
 
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
         """Whether stage 3 may gather weights to save them: always."""
@@ -313,8 +314,8 @@ class DeepSpeedEngine(zero.Engine):
         """
         micro = self.train_micro_batch_size_per_gpu() or 1
         each = micro * self.dp_world_size
-        if train_batch_size % each:
-            raise ConfigError(f"train_batch_size must be a multiple of {each}: {train_batch_size}")
+        if train_batch_size < 1 or train_batch_size % each:
+            raise ConfigError(f"train_batch_size must be a positive multiple of {each}: {train_batch_size}")
         self._change_batch_sizes(micro, train_batch_size // each)
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
@@ -345,7 +346,8 @@ class DeepSpeedEngine(zero.Engine):
                 dataset, size, sampler=data_sampler, collate_fn=collate_fn, num_workers=workers
             )
         ranks = DataParallel(self.data_parallel_group)
-        return RankDataLoader(dataset, ranks, batch_size=size, collate_fn=collate_fn)
+        drop_last = self._config.dataloader_drop_last
+        return RankDataLoader(dataset, ranks, batch_size=size, collate_fn=collate_fn, drop_last=drop_last)
 
     def allreduce_gradients(self, bucket_size: int | None = None) -> None:
         """Do nothing: the backward at the boundary averages gradients."""
@@ -439,11 +441,7 @@ def initialize(
     config_params: Source | None = None,
 ) -> Initialized:
     """:func:`zero.initialize` with DeepSpeed's defaults, and an engine with its methods."""
-    result = zero.initialize(
+    return zero.initialize(
         args, model, optimizer, model_parameters, training_data, lr_scheduler, distributed_port, mpu,
         dist_init_required, collate_fn, config, mesh_param, config_params, engine_class=DeepSpeedEngine,
     )  # fmt: skip
-    sources = (config, config_params, getattr(args, "deepspeed_config", None))
-    engine = cast("DeepSpeedEngine", result.engine)
-    engine.config = with_defaults(next(one for one in sources if one is not None))
-    return result

@@ -19,27 +19,22 @@ TESTED = {
 """The first and the last version of each."""
 
 
-def check_versions() -> None:
-    """Refuse front ends that are older than those tested, or of a later major version; warn of other later ones.
+def check_version(name: str) -> None:
+    """Called when front end ``name`` is imported: warn if it is later than tested.
 
     Raises:
-        ConfigError: Names all of them, with the versions to install.
+        ConfigError: It is older than those tested, or of a later major version.
     """
-    refused, untested = [], []
-    for name, (first, last) in TESTED.items():
-        try:
-            installed = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-        text = f"{name} {installed} (tested: {first if first == last else f'{first} to {last}'})"
-        if _release(installed) < _release(first) or _release(installed)[0] > _release(last)[0]:
-            refused.append(text)
-        elif _release(installed) > _release(last):
-            untested.append(text)
-    if refused:
-        raise ConfigError(f"zero.compat cannot serve {', '.join(refused)}: install a tested version")
-    if untested:
-        logger.warning("zero.compat: %s: later than tested", ", ".join(untested))
+    try:
+        installed = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return
+    first, last = TESTED[name]
+    text = f"{name} {installed} (tested: {first if first == last else f'{first} to {last}'})"
+    if _release(installed) < _release(first) or _release(installed)[0] > _release(last)[0]:
+        raise ConfigError(f"zero.compat cannot serve {text}: install a tested version")
+    if _release(installed) > _release(last):
+        logger.warning("zero.compat: %s is later than tested", text)
 
 
 def _release(version: str) -> tuple[int, int]:

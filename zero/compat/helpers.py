@@ -56,8 +56,9 @@ def _rank() -> int:
 
 
 def log_dist(message: str, ranks: Collection[int] | None = None, level: int = logging.INFO) -> None:
-    """Log ``message`` on ``ranks``; -1, or none given: on all."""
-    if not ranks or -1 in ranks or _rank() in ranks:
+    """Log ``message`` on ``ranks``; -1 means all. Without ranks only a process that is not distributed logs."""
+    given = list(ranks or ())
+    if not dist.is_initialized() or given[:1] == [-1] or _rank() in given:
         logger.log(level, "[Rank %d] %s", _rank(), message)
 
 
