@@ -31,7 +31,7 @@ ORDER = {
     "zero": (
         "errors", "_ranks", "_storage", "_sharding", "_activations", "_config", "_optim", "_gradients", "_gather",
         "_modes", "_model", "_runtime", "_access", "_step", "optimizer", "_checkpoint", "plan", "checkpointing",
-        "offload", "reports", "engine", "initialize", "utils", "zero", "", "compat", "cli",
+        "offload", "reports", "engine", "initialize", "utils", "zero", "integrations", "", "compat", "cli",
     ),
 }  # fmt: skip
 MAX_TOP_FILES = 12

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from zero import _checkpoint as checkpoints
-from zero import checkpointing, utils, zero
+from zero import checkpointing, integrations, utils, zero
 from zero._access.gathered_parameters import (
     GatheredParameters,
     gathered_for_generation,
@@ -64,6 +64,7 @@ __all__ = [
     "gathered_for_generation",
     "init_distributed",
     "initialize",
+    "integrations",
     "load_checkpoint",
     "load_pretrained",
     "model_state_nbytes",

@@ -57,6 +57,8 @@ def _check(rank: int, dtype: torch.dtype, options: dict[str, Any], folder: str) 
         with average.applied():
             _assert_close(full_values(model), averaged)
             save_checkpoint(optimizer, folder, "average")
+            with pytest.raises(StateError, match=r"leave applied\(\) before step"):
+                optimizer.step()
         assert all(torch.equal(value, before[name]) for name, value in full_values(model).items())
         _step(model, optimizer, rank, 5)
         after = full_values(model)

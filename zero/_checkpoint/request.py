@@ -89,6 +89,9 @@ def make_request(internals: OptimizerParts, index: Index, wanted: LoadSelection)
         raise CheckpointError(f"{index.folder} does not fit the model: " + "; ".join(problems[:8]) + more)
     request = Request(index)
     _request_weights(request, internals)
+    for key in index.tensors:
+        if key.startswith("tree."):
+            request.add_full(key)
     if not wanted.module_only:
         _request_others(request, internals, wanted)
     return request
@@ -190,13 +193,11 @@ def _request_weights(request: Request, internals: OptimizerParts) -> None:
 
 def _request_others(request: Request, internals: OptimizerParts, wanted: LoadSelection) -> None:
     index, rank = request.index, internals.runtime.topology.rank
-    prefixes = ["tree."]
     if rank < index.content["world_size"]:
         request.random_rank = rank
-        prefixes += [f"rank/{rank}/json", f"rank/{rank}/tree."]
-    for key in index.tensors:
-        if key.startswith(tuple(prefixes)):
-            request.add_full(key)
+        for key in index.tensors:
+            if key.startswith((f"rank/{rank}/json", f"rank/{rank}/tree.")):
+                request.add_full(key)
     if wanted.optimizer_states:
         _request_states(request, internals)
         _request_node_parts(request, internals)

@@ -198,9 +198,10 @@ def _decoded(
 ) -> dict[str, Any]:
     """Decode this rank's values that are not tensors of the model or its optimizer."""
     _check_expanded(internals, request)
-    if wanted.module_only:
-        return {"client_state": {}, "extra_state": {}, "stateful": {}, "random": None}
     content = request.index.content
+    if wanted.module_only:
+        client_state = request.decoded(content.get("client_state", {}))
+        return {"client_state": client_state, "extra_state": {}, "stateful": {}, "random": None}
     decoded = {name: request.decoded(content[name]) for name in ("client_state", "loss_scale", "extra_state")}
     decoded["stateful"] = {name: request.decoded(content["stateful"][name]) for name in stateful}
     decoded["random"] = request.random_state()
