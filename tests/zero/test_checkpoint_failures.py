@@ -1,6 +1,6 @@
 """Checkpoints that cannot be saved or loaded: the same named error on every rank, no change, no code executed."""
 
-# covers zero/_checkpoint/dcp.py
+# covers zero/_checkpoint/dcp.py zero/_checkpoint/other_files.py
 
 from __future__ import annotations
 
@@ -345,3 +345,47 @@ def test_a_malicious_checkpoint_executes_nothing(tmp_path: Path) -> None:
     assert not trace.exists()
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     optimizer.close()
+
+
+OTHERS = {
+    "saved.pt": ("saved.pt", "it is a file; load it with zero.load_pretrained"),
+    "one.safetensors": ("one.safetensors", "it is a file; pass load_module_only=True"),
+    "of_torch/.metadata": ("of_torch", "holds .metadata; which torch.distributed.checkpoint has saved"),
+    "of_torch_cut/__0_0.distcp": ("of_torch_cut", "holds __0_0.distcp"),
+    "hub/pytorch_model-00001-of-00002.bin": ("hub", "holds pytorch_model-00001-of-00002.bin; load it with zero.load_"),
+    "new_hub/model.safetensors": ("new_hub", "holds model.safetensors; pass load_module_only=True"),
+    "step1/mp_rank_00_model_states.pt": ("step1", "holds mp_rank_00_model_states.pt; which DeepSpeed"),
+    "step2/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt": (
+        "step2",
+        "convert them to safetensors with the zero_to_fp",
+    ),
+    "logs/events.out": ("logs", None),
+    "empty/deeper/saved.pt": ("empty", None),
+}
+"""A file, the path that is loaded from, and what the error says; None: a fresh start."""
+
+
+def _check_what_else_is_there(rank: int, folder: Path) -> None:
+    with zero_optimizer(new_model(), stage=3) as optimizer:
+        for name, (path, words) in OTHERS.items():
+            if rank == 0:
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                (folder / name).touch()
+            torch.distributed.barrier()
+            if words is None:
+                assert zero.load_checkpoint(optimizer, folder / path) == (None, {})
+            else:
+                _refuses(rank, lambda path=path: zero.load_checkpoint(optimizer, folder / path), path, words)
+        assert zero.load_checkpoint(optimizer, folder / "missing") == (None, {})
+        zero.save_checkpoint(optimizer, folder / "own", "good", client_state={"best": torch.ones(2)})
+        _refuses(rank, lambda: zero.load_checkpoint(optimizer, folder / "own" / "good"), "one checkpoint", "tag='good'")
+        loaded = zero.load_checkpoint(optimizer, folder / "own", load_module_only=True)
+        assert loaded.client_state["best"].tolist() == [1.0, 1.0]
+        if rank == 0:
+            (folder / "own" / "latest").unlink()
+        torch.distributed.barrier()
+        assert zero.load_checkpoint(optimizer, folder / "own") == (None, {}), "a job was killed in its first save"
+
+
+def test_what_else_is_in_the_place_of_checkpoints_is_no_fresh_start(tmp_path: Path) -> None:
+    run_ranks(2, _check_what_else_is_there, tmp_path)

@@ -21,6 +21,7 @@ from zero._checkpoint.dcp import FolderReader, LoadPartsPlanner
 from zero._checkpoint.durability import check_tag, read_latest
 from zero._checkpoint.index import Index, read_index
 from zero._checkpoint.model_parallel_parts import part_of, saving_ranks
+from zero._checkpoint.other_files import check_nothing_else
 from zero._checkpoint.plain_weights import find_weights, index_of_weights
 from zero._checkpoint.request import LoadSelection, Request, make_request
 from zero._checkpoint.restore import restore
@@ -59,16 +60,17 @@ def load_checkpoint(
         load_dir: The folder that checkpoints were saved to. With ``load_module_only`` also a file or folder of
             safetensors.
         tag: The name of the checkpoint. Default: what ``latest`` names; without that file nothing is loaded, and
-            ``path`` is None.
+            ``path`` is None, unless ``load_dir`` is a file or holds what other libraries load.
         stateful: Objects that were saved under the same names; ``load_state_dict()`` of each is called.
         load_module_strict: False: skip parameters and buffers that only the model, or only the checkpoint, has.
         load_optimizer_states: False: keep the states of ``optimizer``.
         load_module_only: Load only weights and buffers, converted to the model's dtypes.
 
     Raises:
-        CheckpointError: There is no such checkpoint; it is incomplete, truncated or damaged; ranks request different
-            ones, or have different ones under the same name; parameters, shapes, dtypes or groups differ; an object of
-            ``stateful`` raises. The same on every rank. Nothing is changed, or the message says what to construct anew.
+        CheckpointError: There is no such checkpoint, or something else in its place; it is incomplete, truncated or
+            damaged; ranks request different ones, or have different ones under the same name; parameters, shapes,
+            dtypes or groups differ; an object of ``stateful`` raises. The same on every rank. Nothing is changed, or
+            the message says what to construct anew.
 
     With the number of ranks of the save, the random generators of all ranks are restored, too, and training continues
     with the same bits as if it had not stopped. Ranks beyond the saved ones keep their generators. Pending gradients
@@ -87,6 +89,7 @@ def load_checkpoint(
     check_same_on_ranks(asked, ranks, "ask for the same", "pass the same tag and load_* arguments everywhere")
     index = _find(load_dir, tag, optimizer, ranks, only_weights=load_module_only)
     if index is None:
+        agreed(lambda: check_nothing_else(Path(load_dir)), ranks, f"{load_dir} cannot be listed")
         if optimizer.parts.runtime.is_log_rank:
             logger.warning("%s has no file 'latest': nothing is loaded (pass tag= to load one by its name)", load_dir)
         return LoadedCheckpoint(None, {})
