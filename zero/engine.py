@@ -23,6 +23,7 @@ from zero._config.parse import Source
 from zero._config.resolved import to_dtype
 from zero._gradients.accumulation import SCALED_BACKWARDS
 from zero._ranks.distributed import RankDataLoader
+from zero._runtime.bytes_by_parameter import BytesByParameter
 from zero.offload import offload_states, reload_states
 from zero.optimizer import ZeroOptimizer
 from zero.reports import Reports
@@ -248,6 +249,10 @@ class Engine(nn.Module):
     def get_batch_info(self) -> BatchInfo:
         """The train batch size, micro-batch size and accumulation steps."""
         return BatchInfo(self._batch_sizes.train, self._batch_sizes.micro, self._batch_sizes.accumulation)
+
+    def bytes_by_parameter(self) -> BytesByParameter:
+        """See :meth:`zero.ZeroOptimizer.bytes_by_parameter`."""
+        return self.optimizer.bytes_by_parameter()
 
     def save_checkpoint(
         self,

@@ -48,6 +48,7 @@ from zero._ranks.collective_calls import calling_over, collective_methods
 from zero._ranks.distributed import DataParallel, data_parallel
 from zero._ranks.model_parallel import ModelParallel
 from zero._ranks.rank_errors import on_every_rank
+from zero._runtime.bytes_by_parameter import BytesByParameter, bytes_by_parameter
 from zero._runtime.memory_report import MemoryReport, measure
 from zero._runtime.optimizer_parts import OptimizerParts, values_of
 from zero._runtime.runtime import Runtime
@@ -200,6 +201,15 @@ class ZeroOptimizer(Optimizer):
     def memory(self) -> MemoryReport:
         """Allocated bytes of model states on this rank, by kind."""
         return measure(self._runtime, self._inner)
+
+    def bytes_by_parameter(self) -> BytesByParameter:
+        """What each parameter costs: bytes that this rank sends for it in a step, and of states that it holds.
+
+        ``print`` shows a table, largest first: what to leave uncompressed, or frozen. Computed for a step that uses
+        every parameter, with ``gradient_accumulation_steps`` backwards. At stage 3 the gathers are those of the order
+        in which the last step used parameters; before the first step, at most two a backward. No communication.
+        """
+        return bytes_by_parameter(self._runtime, self._inner, self._pieces)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Inside, ``backward()`` does not reduce gradients; the next one outside, or ``step()``, averages the sum.

@@ -29,6 +29,7 @@ import gc
 import logging
 import weakref
 import zlib
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -467,6 +468,11 @@ class Gatherer(RuntimePart):
         for bucket in buckets:
             self._sources[bucket.index].values_changed()
         self._read_ahead(IterationKind.TRAINING)
+
+    def planned_gathers(self) -> Counter[int] | None:
+        """How often the next step gathers each bucket, by its index; None before the order of uses is known."""
+        plan = self._schedules[IterationKind.TRAINING].plan
+        return None if plan is None else Counter(plan.uses[position].bucket for position in plan.gathers)
 
     def held(self) -> dict[str, int]:
         return {"secondary partition": sum(source.nbytes for source in self._sources)}

@@ -1,174 +1,25 @@
-"""Bytes that a rank sends in a step and the number of its exchanges, by purpose: :mod:`zcomm.volume` for each bucket.
-
-Bytes are those that :func:`zcomm.traffic` counts, without control exchanges (a few bytes each). One exchange is a
-message to each peer on a link; an agreement of all ranks counts as one, too. For k micro-batches, and at stage 3 as an
-upper bound:
-
-    stage 0           k or 1 reductions (no_sync), and the gradients gathered once
-    stage 1           one reduction at the boundary, and the new parameters gathered once
-    stage 2           k reductions, and the new parameters gathered once
-    stage 3           k reductions, 2k gathers: for forward and for backward,       ZeRO, section 7
-                      also of embeddings and the last layer, which backward does not gather
-      hpZ             of them one over all ranks, the others inside the node        ZeRO++, section 3.2
-      delta-hpZ       2k gathers inside the node; k first hops, one second;         zero._modes.delta_hpz
-                      and the deltas of the shards once
-"""
+"""Bytes that a rank sends in a step of a planned model, its exchanges, and the traffic of its kernels' memory."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import NamedTuple, cast
-
 import torch
 
-from zcomm import Topology
-from zcomm._transport.backend_choice import BackendName, KernelsName
-from zcomm.volume import (
-    Exchanged,
-    Sent,
-    all_gather_sent,
-    exchanged,
-    one_hop_sent,
-    reduce_scatter_sent,
-    secondary_gather_sent,
-)
-from zero._config.settings import Effective, ZeroSettings
-from zero._gather.gather_sources import GatherOptions, gather_options
+from zcomm.volume import one_hop_sent
 from zero._gradients.bucket_reduce_scatter import WIRE_NAMES
 from zero._model.model_layout import numel_to_merge
-from zero._modes import MODES, resolve_mode
-from zero._modes.mode import Mode
-from zero._sharding.layout import BucketLayout
+from zero._runtime.exchanges import KINDS, NOTHING, Exchanges, MovedBytes, times, total
 from zero.plan.model import Model
 
-KINDS = ("gathers", "gathers inside the node", "reductions", "new parameters", "agreements")
-"""The purposes of exchanges, in the order of a step."""
-
-
-class MovedBytes(NamedTuple):
-    """Bytes that a rank sends, and the exchanges that it takes part in."""
-
-    sent: Sent
-    exchanges: Exchanged
-
-
-NOTHING = MovedBytes(Sent(0, 0), Exchanged(0, 0))
-
-
-@dataclass(frozen=True, slots=True)
-class TopologyShape:
-    """The fields of a Topology that settings depend on, without process groups: a plan needs no ranks."""
-
-    num_nodes: int
-    ranks_per_node: int
-    rank: int = 0
-    backend: BackendName = "torch"
-    kernels: KernelsName = "auto"
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-        return self.num_nodes * self.ranks_per_node
-
-
-@dataclass(frozen=True, slots=True)
-class Exchanges:
-    """The settings that decide how the buckets of a step are sent."""
-
-    settings: ZeroSettings
-    effective: Effective
-    options: GatherOptions
-    shape: TopologyShape
-    dtype: torch.dtype
-    gradient_dtype: torch.dtype
-
-    @classmethod
-    def of(cls, settings: ZeroSettings, num_nodes: int, ranks_per_node: int, dtype: torch.dtype) -> Exchanges:
-        """Resolve ``settings`` for parameters of ``dtype``; ConfigError for settings that cannot be combined."""
-        shape = TopologyShape(num_nodes, ranks_per_node)
-        topology = cast(Topology, shape)
-        effective = resolve_mode(settings, topology)
-        options = gather_options(settings, effective, topology)
-        return cls(settings, effective, options, shape, dtype, settings.gradient_dtype or torch.float32)
-
-    @property
-    def mode(self) -> Mode:
-        """The mode in effect."""
-        return MODES[self.effective.mode]
-
-    def gather(self, layout: BucketLayout) -> MovedBytes:
-        """The gather of a bucket's full parameters from the primary partition, over all ranks."""
-        wire = (self.effective.weight_format,) * 2
-        return self._moved(all_gather_sent, _sizes(self.options.columns(layout)), self.dtype, wire)
-
-    def gather_in_node(self, layout: BucketLayout) -> MovedBytes:
-        """The gather of a bucket's full parameters from the secondary partition, inside the node."""
-        parts, per_node = _sizes(self.options.columns(layout)), self.shape.ranks_per_node
-        sent = [secondary_gather_sent(n * layout.world_size, self.dtype, per_node) for n in parts]
-        return _total([MovedBytes(part, Exchanged(int(per_node > 1), 0)) for part in sent])
-
-    def reduce(self, layout: BucketLayout) -> MovedBytes:
-        """The reduction of a bucket's gradients to their shards."""
-        narrow = "none" if self.gradient_dtype == self.dtype else WIRE_NAMES[self.dtype]
-        wire = self.effective.gradient_formats or (narrow, narrow)
-        chunks = _sizes(layout.chunks(self.settings.reduce_bucket_size))
-        parts = chunks if self.mode.is_chunked else [layout.shard_numel]
-        return self._moved(reduce_scatter_sent, parts, self.gradient_dtype, wire)
-
-    def write_back(self, layout: BucketLayout) -> MovedBytes:
-        """The gather after a step: below stage 3 of new parameters (stage 0: of gradients), or of deltas."""
-        if (wire := self.effective.change_format) is not None:
-            if self.mode.deltas_over == "world":
-                return self._moved(all_gather_sent, [layout.shard_numel], torch.float32, (wire, wire))
-            sent = one_hop_sent(layout.shard_numel, torch.float32, 0, self.shape.num_nodes - 1, wire)
-            return MovedBytes(sent, Exchanged(0, int(self.shape.num_nodes > 1)))  # one hop, never in chunks
-        if self.effective.stage.shards_parameters:
-            return NOTHING
-        if not self.effective.stage.shards_states:
-            parts, wire, dtype = layout.chunks(self.settings.reduce_bucket_size), "none", self.gradient_dtype
-        else:
-            parts, wire, dtype = layout.chunks(self.options.max_numel), self.effective.weight_format, self.dtype
-        return self._moved(all_gather_sent, _sizes(parts), dtype, (wire, wire))
-
-    def _moved(
-        self, sent: Callable[..., Sent], parts: list[int], dtype: torch.dtype, wire: tuple[str, str]
-    ) -> MovedBytes:
-        nodes = self.shape.num_nodes, self.shape.ranks_per_node
-        return _total([MovedBytes(sent(n, dtype, *nodes, wire), exchanged(n, *nodes, wire)) for n in parts])
-
-    def agreements(self, num_micro: int) -> MovedBytes:
-        """The control exchanges of a step: one before each reduction, one before the update. Bytes count as 0."""
-        if self.shape.world_size == 1:
-            return NOTHING
-        count = 1 + (num_micro if self.effective.stage.reduces_every_micro_batch else 1)
-        return MovedBytes(Sent(0, 0), Exchanged(0, count) if self.shape.num_nodes > 1 else Exchanged(count, 0))
-
-    def moved_for(self, layout: BucketLayout, num_micro: int, *, is_trainable: bool) -> dict[str, MovedBytes]:
-        """What is sent for one bucket in a step of ``num_micro`` micro-batches, by kind."""
-        times = self.mode.schedule(self.effective.stage, num_micro, has_secondary=self.effective.has_secondary)
-        found = dict.fromkeys(KINDS, NOTHING)
-        if times.gathers:
-            found[KINDS[0]] = _times(self.gather(layout), times.gathers)
-        if times.node_gathers:
-            found[KINDS[1]] = _times(self.gather_in_node(layout), times.node_gathers)
-        if is_trainable:
-            once = self.reduce(layout)
-            in_node, between = _times(once, times.node_reductions), _times(once, times.reductions)
-            found[KINDS[2]] = MovedBytes(
-                Sent(in_node.sent.intra, between.sent.inter),
-                Exchanged(in_node.exchanges.intra, between.exchanges.inter),
-            )
-            found[KINDS[3]] = self.write_back(layout)
-        return found
+__all__ = ["Exchanges", "MovedBytes", "kernel_nbytes", "step_moved"]
 
 
 def step_moved(model: Model, exchanges: Exchanges, num_micro: int = 1) -> dict[str, MovedBytes]:
     """Return the bytes that a rank sends in a step and its exchanges, by kind and link class."""
+    often = exchanges.schedule(num_micro)
     merged, totals = numel_to_merge(exchanges.settings, exchanges.effective), dict.fromkeys(KINDS, NOTHING)
     for layout, repeats, is_trainable in model.layouts(exchanges.shape.world_size, merged):
-        for kind, moved in exchanges.moved_for(layout, num_micro, is_trainable=is_trainable).items():
-            totals[kind] = _total([totals[kind], _times(moved, repeats)])
+        for kind, moved in exchanges.moved_for(layout, often, is_trainable=is_trainable).items():
+            totals[kind] = total([totals[kind], times(moved, repeats)])
     return totals | {KINDS[4]: exchanges.agreements(num_micro)}
 
 
@@ -200,19 +51,3 @@ def _wire_nbytes(wire: str, dtype: torch.dtype) -> float:
     """Bytes of an element in a message, with its share of the scales."""
     numel = 2**20
     return one_hop_sent(numel, dtype, 1, 0, wire).intra / numel
-
-
-def _sizes(spans: Iterable[tuple[int, int]]) -> list[int]:
-    return [stop - start for start, stop in spans]
-
-
-def _times(moved: MovedBytes, factor: int) -> MovedBytes:
-    return MovedBytes(Sent(*(n * factor for n in moved.sent)), Exchanged(*(n * factor for n in moved.exchanges)))
-
-
-def _total(parts: list[MovedBytes]) -> MovedBytes:
-    sent, counts = [part.sent for part in parts], [part.exchanges for part in parts]
-    return MovedBytes(
-        Sent(sum(part.intra for part in sent), sum(part.inter for part in sent)),
-        Exchanged(sum(part.intra for part in counts), sum(part.inter for part in counts)),
-    )
