@@ -360,7 +360,11 @@ class _Counters:
     def state_dict(self) -> dict[str, int]:
         loader = self._engine.training_dataloader
         passes = loader.state_dict() if isinstance(loader, RankDataLoader) else {}
-        return {name: getattr(self._engine, name) for name in COUNTERS} | passes
+        counts = {name: getattr(self._engine, name) for name in COUNTERS}
+        if self._engine.optimizer.parts.runtime.reducer.accumulation.num_started:
+            # A save leaves out the gradients of an unfinished step, so whoever loads it runs all of its backwards.
+            counts["micro_steps"] -= counts["micro_steps"] % self._engine.gradient_accumulation_steps()
+        return counts | passes
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         state = {"global_samples": int(state["global_steps"]) * (self._engine.train_batch_size() or 1), **state}

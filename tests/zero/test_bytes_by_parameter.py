@@ -88,7 +88,7 @@ def _check_sent(rank: int) -> None:
 
 
 def _check_held(optimizer: Any, found: Any, case: str) -> None:
-    """The memory report measures storages: the bias of the head is padded to a multiple of 256 elements for each of 4 ranks."""
+    """The memory report measures storages: of the head's bias they are padded to 256 elements for each of 4 ranks."""
     memory, padding = optimizer.memory(), 4 * 256
     held = sum(of.masters + of.states for of in found.values())
     assert 0 <= memory.states - held <= 12 * padding, (case, memory.states, held)

@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -116,12 +118,64 @@ def _check_errors(rank: int) -> None:
             utils.safe_set_full_fp32_param(weight, full if rank == 0 else full[1:])
         with pytest.raises(StateError, match="construct it first"):
             utils.safe_set_full_fp32_param(outside, outside)
+        loss_of(model, *batch(0, 0, rank)).backward()
         with optimizer.no_sync():
             loss_of(model, *batch(0, 0, rank)).backward()
-        with pytest.raises(StateError, match="must be reduced before they are used"):
+        with pytest.raises(StateError, match=r"a part of the gradient of 'wte\.weight' is reduced"):
             utils.safe_get_full_grad(weight)
         optimizer.zero_grad()
 
 
 def test_errors() -> None:
     run_ranks(2, _check_errors)
+
+
+def _local_loss(model: nn.Module, rank: int, micro: int, stage: int) -> Tensor:
+    """On rank 1 the loss of all parameters, on rank 0 of one alone; at stage 3 of all, as gathers must match."""
+    return loss_of(model, *batch(0, micro, rank)) if rank or stage == 3 else model.position.sum() * (micro + 1.0)
+
+
+def _check_unreduced(rank: int, stage: int) -> None:
+    """In no_sync, and before a boundary of stages 0 and 1: the mean of what plain backwards sum up; reading it changes
+    nothing."""
+    for in_block in (True, False) if stage < 2 else (True,):
+        plain, model = new_model(), new_model()
+        options = {} if in_block else {"gradient_accumulation_steps": 3}
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        with zero_optimizer(model, sgd, stage=stage, **options) as optimizer:
+            for micro in range(2):
+                with optimizer.no_sync() if in_block else nullcontext():
+                    _local_loss(model, rank, micro, stage).backward()
+                _local_loss(plain, rank, micro, stage).backward()
+                _assert_means(model, plain)
+            _local_loss(model, rank, 2, stage).backward()
+            _local_loss(plain, rank, 2, stage).backward()
+            _assert_means(model, plain)
+            optimizer.step()
+            optimizer.zero_grad()
+            assert utils.safe_get_full_grad(model.position) is None
+            got = full_values(model)
+            for name, param in plain.named_parameters():
+                torch.testing.assert_close(got[name], param.detach() - 0.1 * _mean_of(param))
+
+
+def _mean_of(param: nn.Parameter) -> Tensor:
+    mean = torch.zeros_like(param) if param.grad is None else param.grad.clone()
+    torch.distributed.all_reduce(mean)
+    return mean / torch.distributed.get_world_size()
+
+
+def _assert_means(model: nn.Module, plain: nn.Module) -> None:
+    for param, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        mean = _mean_of(expected)
+        torch.testing.assert_close(utils.safe_get_full_grad(param), mean)
+        own = utils.safe_get_local_grad(param)
+        parts: list[Tensor] = [own] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(parts, own)
+        joined = torch.cat(parts)  # at stage 0 every rank has all
+        torch.testing.assert_close(joined[: mean.numel()], mean.flatten())
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_gradients_that_are_not_reduced_yet_are_read_as_their_mean(stage: int) -> None:
+    run_ranks(2, _check_unreduced, stage)

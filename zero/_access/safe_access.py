@@ -3,9 +3,11 @@
     full    the parameter's shape, float32, the same on every rank; collective. Setting uses rank 0's value.
     local   this rank's part, flat: elements of the flattened parameter, possibly none. At stage 0 all of them.
 
-A gradient is the averaged one. It exists from the backward that completes it to ``zero_grad()``, and is multiplied by
-the loss scale until it is unscaled. With ``delayed_update`` reading waits for the update in flight (collective then):
-masters and states include it, parameters do not until something is set, and a step consumes the gradients.
+A gradient is the averaged one, from the backward that completes it to ``zero_grad()``. Before that getters return the
+mean over the ranks of what is not reduced yet (in ``no_sync``, before an accumulation boundary), and change nothing. It
+is multiplied by the loss scale until it is unscaled. With ``delayed_update`` reading waits for the update in flight
+(collective then): masters and states include it, parameters do not until something is set, and a step consumes the
+gradients.
 
 Getters return None for parameters that no ZeroOptimizer manages, for gradients of frozen or unused parameters, and for
 states that do not exist (yet). Setting something that does not exist is an error.
@@ -22,7 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from zcomm import LayoutError, StateError, Topology, all_gather_single, control
+from zcomm import LayoutError, StateError, Topology, all_gather_single, all_reduce, control
 from zero._ranks.collective_calls import collective
 from zero._ranks.rank_errors import on_every_rank
 from zero._runtime.runtime import Runtime
@@ -164,12 +166,44 @@ def _reduced(location: ParameterLocation) -> Tensor | None:
     )
 
 
+def _mean_so_far(location: ParameterLocation) -> Tensor | None:
+    """The mean over the ranks of gradients that are not reduced yet, of the parameter's shape; None: there are none.
+
+    Raises:
+        StateError: An earlier backward of the step is reduced. On every rank.
+    """
+    runtime, slot = location.runtime, location.slot
+    grads = runtime.reducer.by_bucket.get(location.bucket.index)
+    if grads is None or not runtime.reducer.accumulation.holds_unreduced:
+        return None
+    has_local = grads.written[slot] or slot in grads.repeated
+    if not control.any_(torch.tensor(has_local, device=location.bucket.device), runtime.topology):
+        return None
+    if grads.reduced[slot]:
+        raise StateError(
+            f"a part of the gradient of {location.name!r} is reduced, and a part of no_sync() is not: read it before "
+            "no_sync(), or after the next backward outside of it"
+        )
+    mean = grads.repeated.get(slot)
+    if mean is None and has_local:
+        assert grads.full is not None, "local gradients are written to the full buffer"
+        mean = location.bucket.views(grads.full)[slot]
+    shape = location.bucket.layout.slots[slot].shape
+    mean = torch.zeros(shape, device=location.bucket.device) if mean is None else mean.float().clone().view(shape)
+    all_reduce(mean, "avg", group=runtime.topology)
+    return mean
+
+
 @collective("param", of=_topology_of)
 def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
     """Return the full averaged gradient of ``param``. Collective."""
-    location = _locate(param)
-    rows = None if location is None else _reduced(location)
-    return None if location is None or rows is None else _gathered(location, rows)
+    if (location := _locate(param)) is None:
+        return None
+    location.runtime.check_not_suspended()
+    if (mean := _mean_so_far(location)) is not None:
+        return mean
+    rows = _reduced(location)
+    return None if rows is None else _gathered(location, rows)
 
 
 @collective("param", of=_topology_of)
@@ -178,9 +212,13 @@ def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
 
     Collective: the ranks agree on whether there is a gradient.
     """
-    location = _locate(param)
-    rows = None if location is None else _reduced(location)
-    return None if location is None or rows is None else rows[location.part].float().clone()
+    if (location := _locate(param)) is None:
+        return None
+    location.runtime.check_not_suspended()
+    if (mean := _mean_so_far(location)) is not None:
+        return mean.flatten()[location.first : location.first + location.numel]
+    rows = _reduced(location)
+    return None if rows is None else rows[location.part].float().clone()
 
 
 def _set_grad(param: nn.Parameter, own: Callable[[ParameterLocation], Tensor]) -> None:

@@ -155,11 +155,13 @@ def save_checkpoint(
             No effect for states on NVMe: host memory may be too small for a copy.
 
     Raises:
-        CheckpointError: Gradients of an unfinished step are pending; a value cannot be stored (the message gives its
-            path); an earlier asynchronous save has failed; the disk is full; or the job has ranks that this optimizer
-            does not know. The same on every rank.
+        CheckpointError: A value cannot be stored (the message gives its path); an earlier asynchronous save has failed;
+            the disk is full; the job has ranks that this optimizer does not know; or, with ``mode="delta_hpz"``, the
+            last backward of a step has run and step() has not. The same on every rank.
         DivergedError: Ranks are at different steps or have different settings, so they do not hold one model. On every
             rank.
+
+    Within a step its gradients are left out: what is saved is the state after the last step, with a warning, once.
 
     Stored: masters, optimizer states, parameter groups, buffers, the loss scale, and each rank's random generators.
 
@@ -221,10 +223,18 @@ def wait_for_saves(topology: Topology) -> None:
 
 
 def _check_between_steps(optimizer: ZeroOptimizer) -> None:
-    if optimizer.parts.runtime.is_within_step:
+    """Gradients of an unfinished step are left out, which is said once; residuals of one are no state to return to."""
+    runtime = optimizer.parts.runtime
+    if not all(residual.is_committed for residual in runtime.mode_state.residuals):
         raise CheckpointError(
-            "a checkpoint must be saved between steps: gradients of an unfinished step are pending. Save after step(), "
-            "at the accumulation boundary (engine.is_gradient_accumulation_boundary()), or call zero_grad() before"
+            f"mode={runtime.settings.mode!r} cannot save between the last backward of a step and step(): call one of "
+            "step() and zero_grad() before"
+        )
+    if runtime.is_within_step and runtime.is_log_rank and not runtime.has_noted_pending:
+        runtime.has_noted_pending = True
+        logger.warning(
+            "a checkpoint is saved within a step: gradients that backwards have left so far are not in it, and a "
+            "training that loads it runs the step from its first backward"
         )
 
 

@@ -432,7 +432,10 @@ class Reducer(RuntimePart):
         if not any(grads.used):
             return None
         if not grads.has_result:
-            raise StateError(f"gradients must be reduced before they are used: bucket={grads.bucket.name!r}")
+            raise StateError(
+                f"gradients must be reduced before they are used: bucket={grads.bucket.name!r}; run the backward that "
+                "ends the step, outside of no_sync(), before"
+            )
         return grads.store.values(wide=wide) if self._stage.shards_states else grads.full
 
     def change(self, grads: BucketGrads, edit: Callable[[Tensor], object]) -> None:

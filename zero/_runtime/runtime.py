@@ -67,6 +67,8 @@ class Runtime:
         """Whether masters and averages are swapped: see zero.MovingAverage."""
         self.suspended: SuspendedMemory | None = None
         """What ``offload_states`` has moved to host memory; None: nothing."""
+        self.has_noted_pending = False
+        """Whether a save has said that it leaves gradients out."""
         self.states = OptimizerStates()
         """The inner optimizer's states by parameter; none before there is an optimizer."""
         self.phases, self.pool = Phases(), BufferPool(self.buckets[0].device)
