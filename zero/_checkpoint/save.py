@@ -162,7 +162,6 @@ def save_checkpoint(
             rank.
 
     Within a step its gradients are left out: what is saved is the state after the last step, with a warning, once.
-
     Stored: masters, optimizer states, parameter groups, buffers, the loss scale, and each rank's random generators.
 
     Cost for each rank: its shard is written to the disk; with ``async_op`` it is also copied to host memory.
@@ -184,8 +183,7 @@ def save_checkpoint(
     snapshot = agreed(take, ranks, "host memory holds no copy of the states: save without async_op")
     since_ns = optimizer.parts.runtime.since_ns
     writer = FolderWriter(folder, snapshot.content, moves_latest=save_latest, since_ns=since_ns, check=check_loadable)
-    # The background thread has a process group of its own (background.group): on the ranks' usual group its exchanges
-    # could be matched with those of training, which goes on meanwhile.
+    # The thread has a process group of its own: on the usual one its exchanges could be matched with those of training.
     saving = Saving(folder, background.submit(partial(_write, snapshot, writer, background)))
     if async_op:
         background.last = saving
