@@ -73,8 +73,8 @@ def initialize(
         training_data: A dataset; the returned dataloader has this rank's share of it.
         lr_scheduler: A scheduler, or a function of the optimizer. Default: the configuration's, if it has one.
         distributed_port: The port for initializing torch.distributed if MASTER_PORT is not set.
-        mpu: An object with Megatron's ``get_data_parallel_group()`` and ``get_model_parallel_*()``, or a DeviceMesh
-            with an axis for data; see :mod:`zero._ranks.model_parallel`. Default: all ranks are data-parallel.
+        mpu: An object with Megatron's ``get_data_parallel_group()``, or a DeviceMesh with an axis for data; see
+            :mod:`zero._ranks.model_parallel`. Default: all ranks are data-parallel.
         dist_init_required: False: torch.distributed must be initialized already. Default: initialize it if needed.
         collate_fn: The dataloader's.
         config: A dict, or the path of a JSON file.
@@ -84,8 +84,7 @@ def initialize(
 
     Raises:
         NotAvailableError: The configuration asks for something that this version does not support; names the keys.
-        ConfigError: No model or configuration, or an invalid configuration.
-        Also what :class:`zero.ZeroOptimizer` raises. An error on one rank is raised on all.
+        ConfigError: No model or configuration, or an invalid one. Also what :class:`zero.ZeroOptimizer` raises.
     """
     if dist_init_required is False and not torch.distributed.is_initialized():
         raise StateError("torch.distributed is not initialized: dist_init_required=False; call init_process_group()")
