@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import cache
 from typing import Any
 
@@ -52,8 +53,10 @@ class DeepSpeedAccelerator:
             torch.cuda.set_device(device_index)
 
     def device_count(self) -> int:
-        """GPUs, or 1."""
-        return torch.cuda.device_count() if self._is_gpu else 1
+        """GPUs; on a CPU the processes of this node (LOCAL_SIZE), or its cores."""
+        if self._is_gpu:
+            return torch.cuda.device_count()
+        return int(os.environ.get("LOCAL_SIZE", "0")) or os.cpu_count() or 1
 
     def is_available(self) -> bool:
         """True."""
@@ -211,3 +214,8 @@ def set_accelerator(accel_obj: DeepSpeedAccelerator) -> None:
     """
     if accel_obj._name != get_accelerator()._name:
         raise ConfigError(f"the accelerator of this process is {get_accelerator()._name}, not {accel_obj._name}")
+
+
+def is_current_accelerator_supported() -> bool:
+    """True."""
+    return True

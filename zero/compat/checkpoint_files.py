@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -63,3 +64,11 @@ def load_state_dict_from_zero_checkpoint(
     """Load the weights of a checkpoint into a plain ``model``, and return it."""
     model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), strict=False)
     return model
+
+
+def convert_to_universal(args: Any) -> None:
+    """Copy the checkpoint ``args.input_folder`` to ``args.output_folder``: it loads on any number of ranks as it is."""
+    shutil.copytree(args.input_folder, args.output_folder, dirs_exist_ok=True)
+
+
+main = convert_to_universal

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 import zcomm
 import zero
@@ -105,6 +106,15 @@ def has_all_gather_into_tensor() -> bool:
 def has_reduce_scatter_tensor() -> bool:
     """True: torch has it."""
     return True
+
+
+def all_gather_into_tensor(output_tensor: Tensor, tensor: Tensor, group: Any = None, async_op: bool = False) -> Any:
+    """torch's, which gloo refuses for a tensor without dimensions."""
+    given = tensor.reshape(1) if tensor.dim() == 0 else tensor
+    return dist.all_gather_into_tensor(output_tensor, given, group, async_op)
+
+
+allgather_fn = all_gather_into_tensor
 
 
 def configure(*_: Any, **__: Any) -> None:

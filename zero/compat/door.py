@@ -90,6 +90,12 @@ class _Loader(importlib.abc.Loader):
         """Nothing is to be executed: names are looked up when they are used."""
 
 
+_DUNDERS = {"__version__"} | {
+    name for parts in NAMES.values() for names in parts.values() for name in names.split() if name.startswith("__")
+}
+"""Names with two underscores in front that DeepSpeed has; Python asks for others."""
+
+
 class CompatModule(ModuleType):
     """A module ``deepspeed.X``. Its names are imported when they are first used."""
 
@@ -102,7 +108,7 @@ class CompatModule(ModuleType):
         path = f"{own}.{name}" if own else name
         if name == "__all__":
             return [known for known in dir(self) if not known.startswith("_")]
-        if name.startswith("__") and name != "__version__":
+        if name.startswith("__") and name not in _DUNDERS:
             raise AttributeError(name)
         value = self._find(path, name, own)
         setattr(self, name, value)
@@ -142,12 +148,12 @@ def _absent(path: str) -> str:
 
 
 def _placeholder(path: str) -> type:
-    """A class in place of one that does not exist here: it may be imported and be an isinstance's, not be used."""
+    """A class in place of one that does not exist here: it may be imported and be a base; an object of it raises."""
 
     def refuse(*_: Any, **__: Any) -> Any:
         raise NotAvailableError(_absent(path))
 
-    return type(path.rpartition(".")[2], (), {"__new__": refuse, "__init_subclass__": classmethod(refuse)})
+    return type(path.rpartition(".")[2], (), {"__new__": refuse})
 
 
 class _Distribution(importlib.metadata.Distribution):

@@ -96,8 +96,36 @@ class DeepSpeedOptimizer(zero.ZeroOptimizer):
         """The optimizer that updates this rank's masters."""
         return self.parts.inner
 
+    @property
+    def fp32_partitioned_groups_flat(self) -> list[Tensor]:
+        """This rank's masters."""
+        return [param for group in self.parts.inner.param_groups for param in group["params"]]
+
+    single_partition_of_fp32_groups = fp32_partitioned_groups_flat
+
 
 ZeROOptimizer = DeepSpeedOptimizer
+
+
+class _OfStages(type):
+    """A class that is asked for by isinstance only: an optimizer's stage decides."""
+
+    stages: frozenset[int]
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, zero.ZeroOptimizer) and instance.effective.stage.number in cls.stages
+
+
+class DeepSpeedZeroOptimizer(metaclass=_OfStages):
+    """What optimizers of stages 1 and 2 are instances of."""
+
+    stages = frozenset({1, 2})
+
+
+class DeepSpeedZeroOptimizer_Stage3(metaclass=_OfStages):  # noqa: N801  (DeepSpeed's name)
+    """What optimizers of stage 3 are instances of."""
+
+    stages = frozenset({3})
 
 
 class DeepSpeedEngine(zero.Engine):
@@ -114,6 +142,9 @@ class DeepSpeedEngine(zero.Engine):
     def config(self) -> dict[str, Any]:
         """The configuration as it was given, with DeepSpeed's defaults."""
         return dict(self._configuration.raw)
+
+    sparse_tensor_module_names: frozenset[str] = frozenset()
+    """Modules whose gradients are exchanged as sparse tensors: none."""
 
     @property
     def global_rank(self) -> int:
@@ -441,6 +472,9 @@ def initialize(
     config_params: Source | None = None,
 ) -> Initialized:
     """:func:`zero.initialize` with DeepSpeed's defaults, and an engine with its methods."""
+    old_name = getattr(args, "deepscale_config", None)
+    if config is None and getattr(args, "deepspeed_config", None) is None:
+        config = old_name
     return zero.initialize(
         args, model, optimizer, model_parameters, training_data, lr_scheduler, distributed_port, mpu,
         dist_init_required, collate_fn, config, mesh_param, config_params, engine_class=DeepSpeedEngine,

@@ -17,19 +17,22 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.torch_version import TorchVersion as Version
 from torch.utils.data import DataLoader
 
 import zero
 from zero._access.gathered_parameters import gathered_for_generation
-from zero._optim import lr_schedulers
 from zero.compat.names import INTERFACE
 
 Result = TypeVar("Result")
 logger = logging.getLogger("zero")
 version, git_hash, git_branch = INTERFACE, None, None
+__git_hash__, __git_branch__ = git_hash, git_branch
+__version_major__, __version_minor__, __version_patch__ = (int(number) for number in INTERFACE.split("."))
+torch_info = dict.fromkeys(("version", "cuda_version", "nccl_version", "hip_version"), "0.0")
+"""Of the build: there is none, so those who read this ask torch."""
 DEEPSPEED_ENVIRONMENT_NAME = ".deepspeed_env"
 """The file that DeepSpeed's launcher reads; accelerate names it."""
-VALID_LR_SCHEDULES = list(lr_schedulers.SCHEDULERS)
 DeepSpeedDataLoader = DataLoader
 
 
@@ -146,6 +149,13 @@ def recursive_setattr(model: nn.Module, module_name: str, module: Any) -> None:
     """Set the attribute ``"a.b.c"`` of ``model``."""
     *held, name = module_name.split(".")
     setattr(reduce(getattr, held, model), name, module)
+
+
+def required_torch_version(min_version: float | str | None = None, max_version: float | str | None = None) -> bool:
+    """Whether torch's version is within bounds, both included."""
+    installed = Version(torch.__version__)
+    is_old = min_version is not None and Version(str(min_version)) > installed
+    return not is_old and (max_version is None or Version(str(max_version)) >= installed)
 
 
 class RepeatingLoader:

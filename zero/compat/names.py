@@ -7,12 +7,17 @@ INTERFACE = "0.19.8"
 
 _ENGINE, _HELPERS, _OPTIMIZERS = "zero.compat.engine", "zero.compat.helpers", "zero.compat.optimizers"
 _PARAMETERS, _COMM, _ACCELERATOR = "zero.compat.parameters", "zero.compat.comm", "zero.compat.accelerator"
-_CHECKPOINTS = "zero.compat.checkpoint_files"
+_SECTIONS, _SPELLINGS = "zero.compat.sections", "zero.compat.spellings"
+_CHECKPOINTS, _BUILDERS = "zero.compat.checkpoint_files", "zero.compat.op_builders"
 _LOGGING = "logger log_dist log_dist_once set_log_level_from_string print_rank_0 warning_once"
 _GATHERING = {"zero": "Init GatheredParameters register_external_parameter unregister_external_parameter"}
 _ZERO_3 = "estimate_zero3_model_states_mem_needs_all_live estimate_zero3_model_states_mem_needs_all_cold"
 _ZERO_2 = "estimate_zero2_model_states_mem_needs_all_live estimate_zero2_model_states_mem_needs_all_cold"
 _SCHEDULES = "LRRangeTest OneCycle WarmupLR WarmupDecayLR WarmupCosineLR"
+_OPS = (
+    "OpBuilder ALL_OPS CPUAdamBuilder CPUAdagradBuilder CPULionBuilder FusedAdamBuilder FusedLionBuilder "
+    "AsyncIOBuilder FusedLambBuilder QuantizerBuilder UtilsBuilder"
+)
 
 NAMES: dict[str, dict[str, str]] = {
     "": {
@@ -20,56 +25,78 @@ NAMES: dict[str, dict[str, str]] = {
         "zero": "add_config_arguments",
         "zero.compat": "as_deepspeed",
         _COMM: "init_distributed",
-        _HELPERS: "OnDevice logger log_dist DeepSpeedDataLoader",
+        _HELPERS: "OnDevice logger log_dist DeepSpeedDataLoader __git_hash__ __git_branch__ __version_major__ "
+        "__version_minor__ __version_patch__",
         _ACCELERATOR: "get_accelerator",
     },
-    "accelerator": {_ACCELERATOR: "get_accelerator set_accelerator DeepSpeedAccelerator"},
-    "accelerator.real_accelerator": {_ACCELERATOR: "get_accelerator set_accelerator"},
+    "accelerator": {
+        _ACCELERATOR: "get_accelerator set_accelerator is_current_accelerator_supported DeepSpeedAccelerator"
+    },
+    "accelerator.real_accelerator": {_ACCELERATOR: "get_accelerator set_accelerator is_current_accelerator_supported"},
     "accelerator.abstract_accelerator": {_ACCELERATOR: "DeepSpeedAccelerator"},
+    "checkpoint.ds_to_universal": {_CHECKPOINTS: "main convert_to_universal"},
     "checkpoint.utils": {_CHECKPOINTS: "clone_tensors_for_torch_save"},
     "comm": {
         _COMM: "init_distributed is_initialized get_local_rank get_global_rank log_summary configure get_world_group "
-        "has_all_gather_into_tensor has_reduce_scatter_tensor get_all_ranks_from_group"
+        "has_all_gather_into_tensor has_reduce_scatter_tensor get_all_ranks_from_group all_gather_into_tensor "
+        "allgather_fn"
     },
-    "comm.comm": {_COMM: "init_distributed get_local_rank get_global_rank log_summary configure"},
+    "comm.comm": {
+        _COMM: "init_distributed get_local_rank get_global_rank log_summary configure all_gather_into_tensor"
+    },
     "compression.helper": {_HELPERS: "recursive_getattr recursive_setattr"},
     "constants": {_COMM: "TORCH_DISTRIBUTED_DEFAULT_PORT CROSS_RANK CROSS_SIZE LOCAL_RANK"},
-    "git_version_info": {_HELPERS: "version git_hash git_branch"},
+    "git_version_info": {_HELPERS: "version git_hash git_branch torch_info"},
     "launcher.runner": {_HELPERS: "DEEPSPEED_ENVIRONMENT_NAME"},
     "moe.utils": {
         _HELPERS: "has_moe_layers is_moe_param is_moe_param_group split_params_into_different_moe_groups_for_optimizer"
     },
+    "ops": {_BUILDERS: "__compatible_ops__"},
     "ops.adagrad": {_OPTIMIZERS: "DeepSpeedCPUAdagrad"},
     "ops.adagrad.cpu_adagrad": {_OPTIMIZERS: "DeepSpeedCPUAdagrad"},
     "ops.adam": {_OPTIMIZERS: "DeepSpeedCPUAdam FusedAdam"},
     "ops.adam.cpu_adam": {_OPTIMIZERS: "DeepSpeedCPUAdam"},
     "ops.adam.fused_adam": {_OPTIMIZERS: "FusedAdam"},
+    "ops.aio": {_BUILDERS: "AsyncIOBuilder"},
     "ops.lion": {_OPTIMIZERS: "DeepSpeedCPULion FusedLion"},
     "ops.lion.cpu_lion": {_OPTIMIZERS: "DeepSpeedCPULion"},
     "ops.lion.fused_lion": {_OPTIMIZERS: "FusedLion"},
+    "ops.op_builder": {_BUILDERS: _OPS},
     "runtime.base_optimizer": {_ENGINE: "DeepSpeedOptimizer ZeROOptimizer"},
-    "runtime.config": {_ENGINE: "DeepSpeedConfig DeepSpeedConfigError"},
+    "monitor.config": {_SECTIONS: "DeepSpeedMonitorConfig"},
+    "runtime.config": {_ENGINE: "DeepSpeedConfig DeepSpeedConfigError", _SECTIONS: "get_gradient_clipping"},
     "runtime.dataloader": {_HELPERS: "RepeatingLoader DeepSpeedDataLoader"},
     "runtime.engine": {_ENGINE: "DeepSpeedEngine"},
-    "runtime.lr_schedules": {"zero._optim.lr_schedulers": _SCHEDULES, _HELPERS: "VALID_LR_SCHEDULES"},
+    "runtime.lr_schedules": {"zero._optim.lr_schedulers": _SCHEDULES},
+    "runtime.precision_config": {_SECTIONS: "DeepSpeedFP16Config DeepSpeedBF16Config get_bfloat16_config"},
     "runtime.utils": {
         _HELPERS: "see_memory_usage set_random_seed noop_decorator ensure_directory_exists empty_cache move_to_device",
         "torch.nn.utils": "clip_grad_norm_",
     },
-    "runtime.zero": {**_GATHERING, _PARAMETERS: "ZeroParamStatus"},
-    "runtime.zero.offload_config": {_HELPERS: "OffloadDeviceEnum OffloadStateTypeEnum"},
+    "runtime.zero": {**_GATHERING, _PARAMETERS: "ZeroParamStatus", _HELPERS: "unwrap_model_for_generation"},
+    "runtime.zero.config": {
+        _SECTIONS: "DeepSpeedZeroConfig DeepSpeedZeroOffloadParamConfig DeepSpeedZeroOffloadOptimizerConfig"
+    },
+    "runtime.zero.offload_config": {
+        _HELPERS: "OffloadDeviceEnum OffloadStateTypeEnum",
+        _SECTIONS: "DeepSpeedZeroOffloadParamConfig DeepSpeedZeroOffloadOptimizerConfig",
+    },
+    "runtime.zero.leaf_module_config": {
+        _SPELLINGS: "DEFAULT_LEAF_MODULE_CLASSES DEFAULT_LEAF_MODULE_NAMES DEFAULT_LEAF_MODULE_NAME_SUFFIXES"
+    },
     "runtime.zero.partition_parameters": {
         **_GATHERING,
         _PARAMETERS: "ZeroParamStatus ZeroParamType is_zero_param zero_wrapper_for_fp_tensor_constructor "
         "_orig_torch_arange",
         _ACCELERATOR: "get_accelerator",
     },
-    "runtime.zero.stage_1_and_2": {_HELPERS: _ZERO_2},
-    "runtime.zero.stage3": {_HELPERS: _ZERO_3},
+    "runtime.zero.stage_1_and_2": {_ENGINE: "DeepSpeedZeroOptimizer", _HELPERS: _ZERO_2},
+    "runtime.zero.stage3": {_ENGINE: "DeepSpeedZeroOptimizer_Stage3", _HELPERS: _ZERO_3},
     "runtime.zero.tiling": {"zero": "TiledLinear TiledLinearReturnBias"},
     "runtime.zero.utils": {_PARAMETERS: "is_zero_param"},
     "utils": {
         _HELPERS: f"{_LOGGING} OnDevice RepeatingLoader instrument_w_nvtx",
+        _PARAMETERS: "safe_update_full_grad_vectorized",
         "zero.utils": "safe_get_full_fp32_param safe_get_full_grad",
     },
     "utils.groups": {
@@ -78,10 +105,12 @@ NAMES: dict[str, dict[str, str]] = {
         "_get_sequence_parallel_world_size get_data_parallel_group get_data_parallel_rank "
         "get_data_parallel_world_size get_model_parallel_world_size"
     },
+    "utils.tensor_fragment": {_PARAMETERS: "safe_update_full_grad_vectorized"},
     "utils.init_on_device": {_HELPERS: "OnDevice"},
     "utils.logging": {_HELPERS: _LOGGING},
     "utils.module_utils": {_HELPERS: "recursive_getattr recursive_setattr"},
     "utils.nvtx": {_HELPERS: "instrument_w_nvtx"},
+    "utils.torch": {_HELPERS: "required_torch_version"},
     "utils.zero_to_fp32": {
         _CHECKPOINTS: "get_fp32_state_dict_from_zero_checkpoint convert_zero_checkpoint_to_fp32_state_dict "
         "load_state_dict_from_zero_checkpoint"
@@ -96,7 +125,10 @@ FALLBACKS: dict[str, tuple[str, ...]] = {
     "comm": ("torch.distributed",),
     "comm.comm": ("torch.distributed",),
     "runtime.activation_checkpointing.checkpointing": ("zero.checkpointing",),
-    "runtime.lr_schedules": ("zero._optim.lr_schedulers",),
+    "checkpoint": (_SPELLINGS,),
+    "runtime.config": (_SPELLINGS,),
+    "runtime.constants": (_SPELLINGS,),
+    "runtime.lr_schedules": ("zero._optim.lr_schedulers", _SPELLINGS),
     "utils": ("zero.utils",),
     "utils.tensor_fragment": ("zero.utils",),
     "utils.z3_leaf_module": ("zero.utils",),
@@ -111,6 +143,9 @@ _SERVING = "for inference call initialize() without an optimizer (stage 3), or s
 _LAUNCH = "start the script with torchrun -m zero.compat script.py"
 _BUILD = "nothing has to be built here: CPU optimizers and kernels are part of zcomm-zero"
 _PROFILE = "use torch.utils.flop_counter.FlopCounterMode or torch.profiler"
+_ONE_CLASS = "the optimizer of every engine is a deepspeed.runtime.base_optimizer.ZeROOptimizer"
+_FILES = "checkpoints here are other files: read their weights by deepspeed.utils.zero_to_fp32"
+_INSIDE = "it belongs to DeepSpeed's implementation"
 _SEQUENCE = "for sequence parallelism pass mpu= with its groups"
 
 ABSENT_NAMES: dict[str, str] = {
@@ -131,6 +166,17 @@ ABSENT_NAMES: dict[str, str] = {
     "PipelineEngine": _PIPELINE,
     "PipelineModule": _PIPELINE,
     "profiling.flops_profiler.FlopsProfiler": _PROFILE,
+    "checkpoint.utils.get_model_ckpt_name_for_rank": _FILES,
+    "runtime.bf16_optimizer.BF16_Optimizer": _ONE_CLASS,
+    "runtime.fp16.fused_optimizer.FP16_Optimizer": _ONE_CLASS,
+    "runtime.fp16.unfused_optimizer.FP16_UnfusedOptimizer": _ONE_CLASS,
+    "runtime.pipe.module.PipelineModule": _PIPELINE,
+    "runtime.pipe.topology.PipeDataParallelTopology": _PIPELINE,
+    "runtime.pipe.topology.PipeModelDataParallelTopology": _PIPELINE,
+    "runtime.torch_autocast.get_comm_dtype": _INSIDE,
+    "runtime.torch_autocast.has_comm_dtype": _INSIDE,
+    "runtime.zero.offload_states.get_state_devices": _INSIDE,
+    "runtime.zero.partition_parameters.MultipleAllGatherHandles": _INSIDE,
     "tp_model_init": "for tensor parallelism build the model with its layers, and pass mpu=",
     "zero.MiCS_Init": "use hpZ: zero_hpz_partition_size, the ranks of a node",
 }

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from enum import Enum
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from zero._access.safe_access import safe_get_full_grad, safe_set_full_grad
 from zero._runtime.runtime import Runtime
 from zero._sharding.bucket import BucketState, ShardInfo
 
@@ -44,6 +45,16 @@ def is_zero_param(parameter: Any) -> bool:
 def zero_wrapper_for_fp_tensor_constructor(fn: Callable[..., Tensor], *_: Any, **__: Any) -> Callable[..., Tensor]:
     """``fn``: zero.Init here converts parameters when a module is complete, and leaves torch's constructors alone."""
     return fn
+
+
+def safe_update_full_grad_vectorized(
+    param_list: Iterable[nn.Parameter], update_func: Callable[[Tensor, nn.Parameter], Tensor]
+) -> None:
+    """Replace the gradient of each parameter that has one by ``update_func(gradient, parameter)``. Collective."""
+    for param in param_list:
+        grad = safe_get_full_grad(param)
+        if grad is not None:
+            safe_set_full_grad(param, update_func(grad, param))
 
 
 def _info(param: nn.Parameter) -> ShardInfo:

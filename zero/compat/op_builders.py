@@ -1,0 +1,49 @@
+"""``deepspeed.ops.op_builder``: which of DeepSpeed's compiled operators have their like here. Nothing is built."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from zero._config import NotAvailableError
+
+
+class OpBuilder:
+    """An operator of DeepSpeed's."""
+
+    NAME: ClassVar[str] = ""
+    available: ClassVar[bool] = False
+
+    def is_compatible(self, verbose: bool = False) -> bool:
+        """Whether this library has what uses the operator."""
+        return self.available
+
+    def load(self, verbose: bool = True) -> Any:
+        """Raise: there is no such extension module, and what uses it needs none.
+
+        Raises:
+            NotAvailableError: Always.
+        """
+        raise NotAvailableError(
+            f"{type(self).__name__}.load(): nothing has to be built here: CPU optimizers and kernels are part of "
+            "zcomm-zero"
+        )
+
+
+def _builder(class_name: str, name: str, *, available: bool) -> type[OpBuilder]:
+    return type(class_name, (OpBuilder,), {"NAME": name, "available": available, "__doc__": f"``{name}``."})
+
+
+CPUAdamBuilder = _builder("CPUAdamBuilder", "cpu_adam", available=True)
+CPUAdagradBuilder = _builder("CPUAdagradBuilder", "cpu_adagrad", available=True)
+CPULionBuilder = _builder("CPULionBuilder", "cpu_lion", available=True)
+FusedAdamBuilder = _builder("FusedAdamBuilder", "fused_adam", available=True)
+FusedLionBuilder = _builder("FusedLionBuilder", "fused_lion", available=True)
+AsyncIOBuilder = _builder("AsyncIOBuilder", "async_io", available=True)
+FusedLambBuilder = _builder("FusedLambBuilder", "fused_lamb", available=False)
+QuantizerBuilder = _builder("QuantizerBuilder", "quantizer", available=False)
+UtilsBuilder = _builder("UtilsBuilder", "utils", available=False)
+
+ALL_OPS: dict[str, type[OpBuilder]] = {builder.NAME: builder for builder in OpBuilder.__subclasses__()}
+"""By name."""
+
+__compatible_ops__: dict[str, bool] = {name: builder.available for name, builder in ALL_OPS.items()}

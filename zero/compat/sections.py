@@ -1,0 +1,97 @@
+"""``deepspeed.runtime.zero.config`` and its like: single sections of a configuration, by this library's reader."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from zcomm import ConfigError
+from zero._config import read_source
+from zero.compat.engine import GRADIENT_CLIPPING
+
+
+class _Section:
+    """The values of a section, by the names of its keys; keys of stage 3 also without ``stage3_``."""
+
+    path: ClassVar[tuple[str, ...]]
+
+    def __init__(self, **given: Any) -> None:
+        raw: dict[str, Any] = given
+        for name in reversed(self.path):
+            raw = {name: raw}
+        values: Any = read_source(raw).values
+        for name in self.path:
+            values = getattr(values, name)
+        self._values = values
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "_values":
+            raise AttributeError(name)
+        for spelling in (name, f"stage3_{name}"):
+            if hasattr(self._values, spelling):
+                return getattr(self._values, spelling)
+        raise AttributeError(f"the section {'.'.join(self.path)} has no key {name}")
+
+
+class DeepSpeedZeroOffloadParamConfig(_Section):
+    """``zero_optimization.offload_param``."""
+
+    path = ("zero_optimization", "offload_param")
+
+
+class DeepSpeedZeroOffloadOptimizerConfig(_Section):
+    """``zero_optimization.offload_optimizer``."""
+
+    path = ("zero_optimization", "offload_optimizer")
+
+    @property
+    def pipeline(self) -> bool:
+        """Whether reads or writes overlap with the update."""
+        return bool(self._values.pipeline_read or self._values.pipeline_write)
+
+
+class DeepSpeedZeroConfig(_Section):
+    """``zero_optimization``."""
+
+    path = ("zero_optimization",)
+
+
+class DeepSpeedFP16Config(_Section):
+    """``fp16``."""
+
+    path = ("fp16",)
+
+
+class DeepSpeedBF16Config(_Section):
+    """``bf16``."""
+
+    path = ("bf16",)
+
+
+class DeepSpeedMonitorConfig:
+    """The sections of monitors."""
+
+    def __init__(self, **given: Any) -> None:
+        self._values = read_source(given).values
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("tensorboard", "csv_monitor", "wandb", "comet"):
+            return getattr(self._values, name)
+        raise AttributeError(name)
+
+
+def get_bfloat16_config(param_dict: Mapping[str, Any]) -> DeepSpeedBF16Config:
+    """The section ``bf16``, also by its old name ``bfloat16``.
+
+    Raises:
+        ConfigError: It has both names.
+    """
+    found = [param_dict[name] for name in ("bf16", "bfloat16") if name in param_dict]
+    if len(found) > 1:
+        raise ConfigError("bf16 must be given once: the configuration has bfloat16 as well")
+    return DeepSpeedBF16Config(**(found[0] if found else {}))
+
+
+def get_gradient_clipping(param_dict: Mapping[str, Any]) -> float:
+    """The largest gradient norm, DeepSpeed's default if none is given."""
+    return float(param_dict.get("gradient_clipping", GRADIENT_CLIPPING))
