@@ -54,8 +54,11 @@ MAY_IMPORT_LATE = {
     "zero/plan/model.py",
     "zero/plan/report.py",
 }
-# the backend, its checksums, and what it is compared with
-MAY_COMMUNICATE = {"zcomm/_transport/backend.py", "zcomm/_transport/checked.py", "zcomm/_bench/torch_calls.py"}
+# the backend, its checksums, what it is compared with, and scripts' own exchanges by DeepSpeed's names
+MAY_COMMUNICATE = {
+    "zcomm/_transport/backend.py", "zcomm/_transport/checked.py", "zcomm/_bench/torch_calls.py",
+    "zero/compat/comm.py",
+}  # fmt: skip
 COLLECTIVES = {
     "all_gather", "all_gather_into_tensor", "all_gather_object", "all_gather_single", "all_reduce", "all_to_all",
     "all_to_all_single", "barrier", "broadcast", "gather", "irecv", "isend", "recv", "reduce", "reduce_scatter",

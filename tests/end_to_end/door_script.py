@@ -43,7 +43,8 @@ assert total.tolist() == [1.0, 1.0, 1.0]
 device = get_accelerator()
 assert device is deepspeed.get_accelerator()
 assert device.device_name(0) == device.current_device_name() == "cpu"
-assert (device.communication_backend_name(), device.device_count(), device.is_available()) == ("gloo", 1, True)
+assert (device.communication_backend_name(), device.is_available()) == ("gloo", True)
+assert device.device_count() >= 1
 assert device.on_accelerator(torch.ones(1))
 
 with deepspeed.OnDevice(dtype=torch.bfloat16, device="meta"):

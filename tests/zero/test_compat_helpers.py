@@ -1,5 +1,6 @@
 """Small names of zero.compat that public scripts of DeepSpeed use: see tests/ecosystem."""
 
+# covers zero/compat/op_builders.py zero/compat/sections.py
 # covers zero/compat/accelerator.py zero/compat/resident_memory.py zero/compat/timers.py
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ from torch import nn
 
 from tests.ranks import run_ranks
 from tests.zero.training import zero_optimizer
-from zcomm import StateError
-from zero import GatheredParameters
-from zero.compat import helpers
+from zcomm import ConfigError, StateError
+from zero import GatheredParameters, NotAvailableError
+from zero.compat import helpers, op_builders, sections
 from zero.compat.accelerator import DeepSpeedAccelerator
 from zero.compat.timers import ThroughputTimer
 
 
-def test_memory_of_a_cpu_is_that_of_the_process():
+def test_memory_of_a_cpu_is_that_of_the_process() -> None:
     device = DeepSpeedAccelerator("cpu")
     before = device.memory_allocated()
     held = torch.ones(2**23)
@@ -83,3 +84,28 @@ def _check_to(rank: int) -> None:
 
 def test_a_module_with_released_parameters_may_be_asked_to_be_where_it_is():
     run_ranks(2, _check_to)
+
+
+def test_sections_have_the_values_of_a_configuration() -> None:
+    section = sections.DeepSpeedZeroConfig(stage=3, param_persistence_threshold=7, offload_param={"device": "cpu"})
+    assert (section.stage, section.stage3_param_persistence_threshold, section.param_persistence_threshold) == (3, 7, 7)
+    assert section.offload_param.device == "cpu"
+    with pytest.raises(AttributeError, match="the section zero_optimization has no key nonsense"):
+        _ = section.nonsense
+    with pytest.raises(ConfigError, match="stag"):
+        sections.DeepSpeedZeroConfig(stag=3)
+    assert sections.DeepSpeedZeroOffloadOptimizerConfig(device="nvme", nvme_path="/x", pipeline_read=True).pipeline
+    assert sections.get_bfloat16_config({"bfloat16": {"enabled": True}}).enabled
+    with pytest.raises(ConfigError, match="bf16 must be given once"):
+        sections.get_bfloat16_config({"bf16": {}, "bfloat16": {}})
+    assert [sections.get_gradient_clipping(one) for one in ({}, {"gradient_clipping": 0.5})] == [1.0, 0.5]
+    assert sections.DeepSpeedMonitorConfig(csv_monitor={"enabled": True, "output_path": "a"}).csv_monitor.enabled
+
+
+def test_builders_say_what_there_is_and_build_nothing() -> None:
+    assert op_builders.CPUAdamBuilder().is_compatible()
+    assert not op_builders.FusedLambBuilder().is_compatible()
+    assert op_builders.ALL_OPS["cpu_adam"] is op_builders.CPUAdamBuilder
+    assert op_builders.__compatible_ops__["async_io"]
+    with pytest.raises(NotAvailableError, match=r"CPUAdamBuilder.load.*: nothing has to be built here"):
+        op_builders.CPUAdamBuilder().load()
