@@ -1,7 +1,7 @@
 """A LightningModule under the Trainer, as its users write it.
 
-    torchrun --nproc-per-node 2 tests/ecosystem/lightning_job.py OUT ddp fit -- 3 fit resumed
-    python tests/ecosystem/lightning_job.py OUT 2 launched                              Lightning starts the ranks
+    DEVICES=2 torchrun --nproc-per-node 2 tests/ecosystem/lightning_job.py OUT ddp fit -- 3 fit resumed
+    DEVICES=2 python tests/ecosystem/lightning_job.py OUT 2 launched                              Lightning starts the ranks
 
 "ddp" is DDPStrategy, a number ZeroStrategy(stage=number). Rank 0 writes OUT/JOB-STAGE.json.
 """
@@ -117,7 +117,7 @@ def _strategy(stage: str) -> Any:
 
 def _trainer(out: Path, stage: str, **more: Any) -> Trainer:
     options: dict[str, Any] = {
-        "accelerator": "cpu", "devices": int(os.environ.get("WORLD_SIZE", "2")), "max_epochs": 2, "logger": False,
+        "accelerator": "cpu", "devices": int(os.environ["DEVICES"]), "max_epochs": 2, "logger": False,
         "accumulate_grad_batches": 2, "gradient_clip_val": 0.3, "enable_progress_bar": False,
         "enable_model_summary": False, "num_sanity_val_steps": 1, "default_root_dir": str(out),
         "enable_checkpointing": False, "strategy": _strategy(stage),

@@ -29,10 +29,10 @@ ALL = ("fit", "resumed", "evaluated", "manual", "deferred")
 
 
 def _run(num_ranks: int, *arguments: str) -> None:
-    """0: Lightning starts the ranks."""
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    torchrun = ("-m", "torch.distributed.run", f"--nproc-per-node={num_ranks}", "--standalone") if num_ranks else ()
-    command = [sys.executable, *torchrun, JOB, *arguments]
+    """0: Lightning starts two ranks."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "DEVICES": str(num_ranks or 2)}
+    torchrun = ("-m", "torch.distributed.run", f"--nproc-per-node={num_ranks}", "--standalone")
+    command = [sys.executable, *(torchrun if num_ranks > 1 else ()), JOB, *arguments]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
 

@@ -155,14 +155,14 @@ def save_checkpoint(
             No effect for states on NVMe: host memory may be too small for a copy.
 
     Raises:
-        CheckpointError: A value cannot be stored (the message gives its path); an earlier asynchronous save has failed;
-            the disk is full; the job has ranks that this optimizer does not know; or, with ``mode="delta_hpz"``, the
-            last backward of a step has run and step() has not. The same on every rank.
+        CheckpointError: A value cannot be stored (the message gives its path); an earlier asynchronous save failed; the
+            disk is full; the job has ranks that this optimizer does not know; or, with ``mode="delta_hpz"``, the last
+            backward of a step has run and step() has not. The same on every rank.
         DivergedError: Ranks are at different steps or have different settings, so they do not hold one model. On every
             rank.
 
-    Within a step its gradients are left out: what is saved is the state after the last step, with a warning, once.
-    Stored: masters, optimizer states, parameter groups, buffers, the loss scale, and each rank's random generators.
+    Stored: masters, optimizer states, parameter groups, buffers, the loss scale, and each rank's random generators. Not
+    the gradients of an unfinished step: what is saved is the state after the last one, with a warning, once.
 
     Cost for each rank: its shard is written to the disk; with ``async_op`` it is also copied to host memory.
     """
@@ -183,7 +183,7 @@ def save_checkpoint(
     snapshot = agreed(take, ranks, "host memory holds no copy of the states: save without async_op")
     since_ns = optimizer.parts.runtime.since_ns
     writer = FolderWriter(folder, snapshot.content, moves_latest=save_latest, since_ns=since_ns, check=check_loadable)
-    # The thread has a process group of its own: on the usual one its exchanges could be matched with those of training.
+    # The background thread has a process group of its own: its exchanges must not be matched with those of training.
     saving = Saving(folder, background.submit(partial(_write, snapshot, writer, background)))
     if async_op:
         background.last = saving
