@@ -1,7 +1,7 @@
 """A LightningModule under the Trainer, as its users write it.
 
     DEVICES=2 torchrun --nproc-per-node 2 tests/ecosystem/lightning_job.py OUT ddp fit -- 3 fit resumed
-    DEVICES=2 python tests/ecosystem/lightning_job.py OUT 2 launched                              Lightning starts the ranks
+    DEVICES=2 python tests/ecosystem/lightning_job.py OUT 2 launched       Lightning starts the ranks
 
 "ddp" is DDPStrategy, a number ZeroStrategy(stage=number). Rank 0 writes OUT/JOB-STAGE.json.
 """
