@@ -1,6 +1,7 @@
 """The adapters of zero.compat over ranks: DeepSpeed's defaults, engine, optimizers and attributes of parameters."""
 
 # covers zero/compat/engine.py zero/compat/parameters.py zero/compat/optimizers.py zero/compat/checkpoint_files.py
+# covers zero/compat/sections.py zero/compat/op_builders.py zero/compat/spellings.py
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ import argparse
 import copy
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -18,7 +19,8 @@ import zero
 from tests.ranks import run_ranks
 from tests.zero.models import batch, loss_of, new_model
 from zcomm import ConfigError
-from zero.compat import checkpoint_files, engine, optimizers, parameters
+from zero._optim import lr_schedulers
+from zero.compat import checkpoint_files, engine, op_builders, optimizers, parameters, sections, spellings
 
 CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 2,
@@ -270,3 +272,67 @@ def test_host_optimizers_take_deepspeeds_arguments_by_position() -> None:
         0
     ]
     assert (group["lr"], group["betas"], group["eps"], group["weight_decay"]) == (1e-2, (0.8, 0.9), 1e-6, 0.1)
+
+
+def _check_what_deepspeeds_tests_read(rank: int, stage: int) -> None:
+    model = new_model(torch.float32)
+    frozen, *trained = model.parameters()
+    frozen.requires_grad = False
+    built = _engine(stage, model)
+    optimizer = cast("engine.DeepSpeedOptimizer", built.optimizer)
+    assert not optimizer.needs_scaler()
+    assert isinstance(built.optimizer, engine.DeepSpeedZeroOptimizer) == (stage in (1, 2))
+    assert isinstance(built.optimizer, engine.DeepSpeedZeroOptimizer_Stage3) == (stage == 3)
+    for _ in range(built.gradient_accumulation_steps()):
+        built.backward(loss_of(built, *batch(0, 0, rank)))
+        built._backward_epilogue()
+        if not built.is_gradient_accumulation_boundary():
+            built.step()
+    before = [zero.utils.safe_get_full_grad(param) for param in trained]
+    parameters.safe_update_full_grad_vectorized(model.parameters(), lambda grad, _: grad * 2)
+    for param, grad in zip(trained, before, strict=True):
+        assert grad is not None
+        assert torch.equal(zero.utils.safe_get_full_grad(param), grad * 2)  # type: ignore[arg-type]
+        assert parameters.safe_get_full_fp32_param(param) is not None
+    assert parameters.safe_get_full_fp32_param(frozen) is None
+    assert parameters.safe_get_local_fp32_param(frozen) is None
+    built.step()
+    assert optimizer.num_boundaries == optimizer.loss_scaler.cur_iter == 1
+    assert sum(part.numel() for part in optimizer.fp32_partitioned_groups_flat) > 0
+    built.destroy()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_deepspeeds_own_tests_read(stage: int) -> None:
+    run_ranks(2, _check_what_deepspeeds_tests_read, stage)
+
+
+def test_a_universal_checkpoint_is_a_copy(tmp_path: Path) -> None:
+    (tmp_path / "tag").mkdir()
+    (tmp_path / "tag" / "shard").write_bytes(b"weights")
+    given = argparse.Namespace(input_folder=str(tmp_path / "tag"), output_folder=str(tmp_path / "tag_universal"))
+    checkpoint_files.convert_to_universal(given)
+    assert (tmp_path / "tag_universal" / "shard").read_bytes() == b"weights"
+
+
+def test_single_sections_are_read_by_their_keys() -> None:
+    read = sections.DeepSpeedZeroConfig(stage3_prefetch_bucket_size=12345, stage=2)
+    assert (read.prefetch_bucket_size, read.stage) == (12345, 2)
+    assert sections.get_bfloat16_config({"bfloat16": {"enabled": True}}).enabled
+    assert (sections.get_gradient_clipping({}), sections.get_gradient_clipping({"gradient_clipping": 0.5})) == (
+        1.0,
+        0.5,
+    )
+    with pytest.raises(ConfigError, match="loss_scale"):
+        sections.DeepSpeedFP16Config(loss_scale=-1)
+
+
+def test_operators_are_named_and_none_is_built() -> None:
+    assert op_builders.__compatible_ops__[op_builders.CPUAdamBuilder.NAME]
+    assert not op_builders.FusedLambBuilder().is_compatible()
+    with pytest.raises(zero.NotAvailableError, match="nothing has to be built"):
+        op_builders.CPUAdamBuilder().load()
+
+
+def test_schedules_are_those_of_the_configuration() -> None:
+    assert set(spellings.VALID_LR_SCHEDULES) == set(lr_schedulers.SCHEDULERS)

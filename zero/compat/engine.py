@@ -19,12 +19,15 @@ from zero._checkpoint.export import read_weights
 from zero._config import read_source
 from zero._config.parse import Configuration, Source, read_file
 from zero._config.resolved import to_dtype
+from zero._optim.loss_scale import DynamicLossScale
 from zero._ranks.distributed import DataParallel, RankDataLoader
 from zero.compat import comm
 from zero.compat.timers import ThroughputTimer
 from zero.initialize import Initialized
 
 DeepSpeedConfigError = ConfigError
+ZeRORuntimeException = zero.CheckpointError
+"""What scripts catch around ``load_checkpoint``. That another number of ranks saved it is no error here."""
 GRADIENT_CLIPPING = 1.0
 PERSISTENCE_THRESHOLD = 100_000
 """DeepSpeed's defaults, which scripts rely on: small parameters can be read outside of forward at stage 3."""
@@ -74,22 +77,50 @@ class DeepSpeedConfig:
         return self.zero_optimization_stage > 0
 
 
+class LossScaler:
+    """What scripts read of DeepSpeed's ``optimizer.loss_scaler`` and ``optimizer.loss_scale_config``."""
+
+    def __init__(self, optimizer: DeepSpeedOptimizer) -> None:
+        self.dynamic_loss_scale = optimizer.dynamic_loss_scale
+        self.cur_scale = self.loss_scale = optimizer.cur_scale
+        self.cur_iter = optimizer.num_boundaries
+
+
 class DeepSpeedOptimizer(zero.ZeroOptimizer):
     """A ZeroOptimizer with the attributes that scripts read from DeepSpeed's."""
 
     overflow = False
     """Whether the last step was skipped because gradients overflowed."""
+    num_boundaries = 0
+    """Calls of step() so far, skipped ones included."""
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """See :meth:`zero.ZeroOptimizer.step`."""
         result = super().step(closure)
         self.overflow = not self.was_step_applied
+        self.num_boundaries += 1
         return result
 
     @property
     def cur_scale(self) -> float:
         """The loss scale; 1 if there is none."""
         return 1.0 if self.loss_scale is None else self.loss_scale.scale
+
+    def needs_scaler(self) -> bool:
+        """Whether a loss must be scaled before its ``backward()``."""
+        return self.loss_scale is not None
+
+    @property
+    def dynamic_loss_scale(self) -> bool:
+        """Whether the loss scale changes."""
+        return isinstance(self.loss_scale, DynamicLossScale)
+
+    @property
+    def loss_scaler(self) -> LossScaler:
+        """The loss scale, by DeepSpeed's names."""
+        return LossScaler(self)
+
+    loss_scale_config = loss_scaler
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -382,6 +413,9 @@ class DeepSpeedEngine(zero.Engine):
 
     def allreduce_gradients(self, bucket_size: int | None = None) -> None:
         """Do nothing: the backward at the boundary averages gradients."""
+
+    def _backward_epilogue(self) -> None:
+        """Do nothing. Scripts in which models share a loss call it after ``loss.backward()``, to reduce gradients."""
 
     def empty_partition_cache(self) -> None:
         """Do nothing: parameters are released when their module's forward or backward ends."""

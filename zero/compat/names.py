@@ -7,6 +7,7 @@ INTERFACE = "0.19.8"
 
 _ENGINE, _HELPERS, _OPTIMIZERS = "zero.compat.engine", "zero.compat.helpers", "zero.compat.optimizers"
 _PARAMETERS, _COMM, _ACCELERATOR = "zero.compat.parameters", "zero.compat.comm", "zero.compat.accelerator"
+_FRAGMENTS = "safe_get_full_fp32_param safe_get_local_fp32_param safe_update_full_grad_vectorized"
 _SECTIONS, _SPELLINGS = "zero.compat.sections", "zero.compat.spellings"
 _CHECKPOINTS, _BUILDERS = "zero.compat.checkpoint_files", "zero.compat.op_builders"
 _LOGGING = "logger log_dist log_dist_once set_log_level_from_string print_rank_0 warning_once"
@@ -87,17 +88,17 @@ NAMES: dict[str, dict[str, str]] = {
     "runtime.zero.partition_parameters": {
         **_GATHERING,
         _PARAMETERS: "ZeroParamStatus ZeroParamType is_zero_param zero_wrapper_for_fp_tensor_constructor "
-        "_orig_torch_arange",
+        "_orig_torch_arange partitioned_param_data_shape",
         _ACCELERATOR: "get_accelerator",
     },
     "runtime.zero.stage_1_and_2": {_ENGINE: "DeepSpeedZeroOptimizer", _HELPERS: _ZERO_2},
     "runtime.zero.stage3": {_ENGINE: "DeepSpeedZeroOptimizer_Stage3", _HELPERS: _ZERO_3},
     "runtime.zero.tiling": {"zero": "TiledLinear TiledLinearReturnBias"},
-    "runtime.zero.utils": {_PARAMETERS: "is_zero_param"},
+    "runtime.zero.utils": {_PARAMETERS: "is_zero_param", _ENGINE: "ZeRORuntimeException"},
     "utils": {
         _HELPERS: f"{_LOGGING} OnDevice RepeatingLoader instrument_w_nvtx",
-        _PARAMETERS: "safe_update_full_grad_vectorized",
-        "zero.utils": "safe_get_full_fp32_param safe_get_full_grad",
+        _PARAMETERS: _FRAGMENTS,
+        "zero.utils": "safe_get_full_grad",
     },
     "utils.groups": {
         _COMM: "_get_data_parallel_group _get_data_parallel_rank _get_data_parallel_world_size "
@@ -105,7 +106,7 @@ NAMES: dict[str, dict[str, str]] = {
         "_get_sequence_parallel_world_size get_data_parallel_group get_data_parallel_rank "
         "get_data_parallel_world_size get_model_parallel_world_size"
     },
-    "utils.tensor_fragment": {_PARAMETERS: "safe_update_full_grad_vectorized"},
+    "utils.tensor_fragment": {_PARAMETERS: _FRAGMENTS},
     "utils.init_on_device": {_HELPERS: "OnDevice"},
     "utils.logging": {_HELPERS: _LOGGING},
     "utils.module_utils": {_HELPERS: "recursive_getattr recursive_setattr"},
@@ -128,6 +129,7 @@ FALLBACKS: dict[str, tuple[str, ...]] = {
     "checkpoint": (_SPELLINGS,),
     "runtime.config": (_SPELLINGS,),
     "runtime.constants": (_SPELLINGS,),
+    "runtime.swap_tensor": (_SPELLINGS,),
     "runtime.lr_schedules": ("zero._optim.lr_schedulers", _SPELLINGS),
     "utils": ("zero.utils",),
     "utils.tensor_fragment": ("zero.utils",),

@@ -10,12 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zero._access.safe_access import safe_get_full_grad, safe_set_full_grad
+from zero._access import safe_access
 from zero._runtime.runtime import Runtime
 from zero._sharding.bucket import BucketState, ShardInfo
 
 _NUMBERS = itertools.count()
 _orig_torch_arange = torch.arange
+partitioned_param_data_shape = [0]
+"""The shape of DeepSpeed's released parameters; here they keep theirs: see ``ds_status``."""
 
 
 class ZeroParamStatus(Enum):
@@ -47,14 +49,24 @@ def zero_wrapper_for_fp_tensor_constructor(fn: Callable[..., Tensor], *_: Any, *
     return fn
 
 
+def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
+    """:func:`zero.utils.safe_get_full_fp32_param`; None for frozen parameters, as DeepSpeed's. Collective."""
+    return safe_access.safe_get_full_fp32_param(param) if param.requires_grad else None
+
+
+def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
+    """:func:`zero.utils.safe_get_local_fp32_param`; None for frozen parameters, as DeepSpeed's."""
+    return safe_access.safe_get_local_fp32_param(param) if param.requires_grad else None
+
+
 def safe_update_full_grad_vectorized(
     param_list: Iterable[nn.Parameter], update_func: Callable[[Tensor, nn.Parameter], Tensor]
 ) -> None:
     """Replace the gradient of each parameter that has one by ``update_func(gradient, parameter)``. Collective."""
     for param in param_list:
-        grad = safe_get_full_grad(param)
+        grad = safe_access.safe_get_full_grad(param)
         if grad is not None:
-            safe_set_full_grad(param, update_func(grad, param))
+            safe_access.safe_set_full_grad(param, update_func(grad, param))
 
 
 def _info(param: nn.Parameter) -> ShardInfo:

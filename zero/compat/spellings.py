@@ -34,3 +34,6 @@ DEFAULT_LEAF_MODULE_NAME_SUFFIXES: list[str] = []
 
 GRADIENT_CLIPPING, GRADIENT_CLIPPING_DEFAULT = "gradient_clipping", 1.0
 UNIVERSAL_CHECKPOINT_INFO = "universal_checkpoint_info"
+
+MIN_SWAPPABLE_BYTES = 1 << 20
+"""DeepSpeed keeps smaller tensors out of files; here a bucket of parameters is in a file as a whole."""
