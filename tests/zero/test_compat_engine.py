@@ -20,7 +20,7 @@ from tests.ranks import run_ranks
 from tests.zero.models import batch, loss_of, new_model
 from zcomm import ConfigError
 from zero._optim import lr_schedulers
-from zero.compat import checkpoint_files, engine, op_builders, optimizers, parameters, sections, spellings
+from zero.compat import checkpoint_files, door, engine, op_builders, optimizers, parameters, sections, spellings
 
 CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 2,
@@ -336,3 +336,9 @@ def test_operators_are_named_and_none_is_built() -> None:
 
 def test_schedules_are_those_of_the_configuration() -> None:
     assert set(spellings.VALID_LR_SCHEDULES) == set(lr_schedulers.SCHEDULERS)
+
+
+def test_a_function_wins_over_a_module_of_its_name() -> None:
+    parent = door.CompatModule("deepspeed.utils", "utils")
+    parent.z3_leaf_module = door.CompatModule("deepspeed.utils.z3_leaf_module", "utils.z3_leaf_module")
+    assert parent.z3_leaf_module is zero.utils.z3_leaf_module

@@ -103,6 +103,12 @@ class CompatModule(ModuleType):
         super().__init__(name, f"Names of DeepSpeed's module {name}, provided by zcomm-zero.")
         self._own = own
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Keep a listed name that a submodule has as well: importing the submodule sets it on its parent."""
+        listed = (names.split() for names in NAMES.get(self.__dict__.get("_own", ""), {}).values())
+        if not (isinstance(value, ModuleType) and any(name in some for some in listed)):
+            super().__setattr__(name, value)
+
     def __getattr__(self, name: str) -> Any:
         own = self.__dict__.get("_own", "")
         path = f"{own}.{name}" if own else name

@@ -108,7 +108,7 @@ class DeepSpeedOptimizer(zero.ZeroOptimizer):
 
     def needs_scaler(self) -> bool:
         """Whether a loss must be scaled before its ``backward()``."""
-        return self.loss_scale is not None
+        return self.dynamic_loss_scale or self.cur_scale != 1
 
     @property
     def dynamic_loss_scale(self) -> bool:

@@ -98,7 +98,7 @@ NAMES: dict[str, dict[str, str]] = {
     "utils": {
         _HELPERS: f"{_LOGGING} OnDevice RepeatingLoader instrument_w_nvtx",
         _PARAMETERS: _FRAGMENTS,
-        "zero.utils": "safe_get_full_grad",
+        "zero.utils": "safe_get_full_grad z3_leaf_module",
     },
     "utils.groups": {
         _COMM: "_get_data_parallel_group _get_data_parallel_rank _get_data_parallel_world_size "
