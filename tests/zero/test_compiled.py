@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 from tests.ranks import run_ranks
+from tests.rotation import of_the_day
 from tests.zero.models import batch, loss_of, new_model
 from tests.zero.training import zero_optimizer
 
@@ -64,8 +66,10 @@ def _check(rank: int, how: str, backend: str, name: str) -> None:
         assert any("torch.compiler.disable" in reason for reason in breaks), breaks
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("how", ["blocks", "model before", "model after"])
+CASES = list(itertools.product(["blocks", "model before", "model after"], OPTIONS))
+
+
+@pytest.mark.parametrize(("how", "name"), of_the_day(CASES, 7))
 def test_losses_are_those_without_compilation(how: str, name: str) -> None:
     run_ranks(2, _check, how, "aot_eager", name)
 

@@ -8,6 +8,7 @@ The oracle is a run of one plain torch optimizer, in one process and without a m
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,6 +29,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.ranks import device_mesh, run_ranks
+from tests.rotation import of_the_day
 from tests.zero.models import batch, groups_of, loss_of, new_model
 from tests.zero.training import zero_optimizer
 from zcomm import StateError
@@ -129,9 +131,10 @@ def _check_moves(rank: int, other: str, dtype: torch.dtype, kind: str, options: 
         assert {float(one["step"]) for one in state[1]["state"].values() if "step" in one} <= {float(STEPS)}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("other", ["fsdp2", "ddp"])
+MOVES = list(itertools.product(["fsdp2", "ddp"], [3, 0, 2, 1], [torch.float32, torch.float64]))
+
+
+@pytest.mark.parametrize(("other", "stage", "dtype"), of_the_day(MOVES, 6))
 def test_training_moves_there_and_back_without_a_trace(other: str, stage: int, dtype: torch.dtype) -> None:
     run_ranks(WORLD, _check_moves, other, dtype, "adamw", {"stage": stage})
 

@@ -117,7 +117,7 @@ def _refuse_values(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[s
     answer = None if state_dicts is None else state_dicts.answer(released[0], _requested(func)[0], args)
     if answer is not None:
         return answer
-    if released and args[0] is released[0] and _is_same(_requested(func)[0], args, kwargs):
+    if released and args and args[0] is released[0] and _is_same(_requested(func)[0], args, kwargs):
         return args[0] if func is not torch._has_compatible_shallow_copy_type else True
     if _gather_for_use(released):
         return func(*args, **kwargs)
