@@ -6,11 +6,13 @@
 from __future__ import annotations
 
 import errno
+import gc
 import re
 import secrets
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Callable
 from datetime import datetime, timezone
 from pathlib import Path
@@ -330,6 +332,23 @@ def test_ranks_that_another_one_leaves_alone_end_alike(call: str) -> None:
         fault = Fault("raises", rank=1, at=at)
         result = run(Scenario("training", 1, 2, 1, (call, "step"), "stage 3", fault))
         assert not result.problem, result.problem
+
+
+def test_nothing_of_a_simulation_is_kept() -> None:
+    """A campaign of many schedules kept all of them, and became ever slower."""
+    kept: list[weakref.ref[dist.ProcessGroup]] = []
+
+    def program(rank: int) -> None:
+        topology = zcomm.Topology(ranks_per_node=1)  # never closed
+        zcomm.all_reduce(torch.ones(3), group=topology)
+        group = dist.group.WORLD
+        assert group is not None
+        kept.append(weakref.ref(group))
+
+    for seed in range(4):
+        Simulation(2, seed).run(program)
+    gc.collect()
+    assert [group() for group in kept[:4]] == [None] * 4, "that of the last runs may wait for its threads to end"
 
 
 def test_the_text_of_each_mutant_stands_in_its_file_once() -> None:

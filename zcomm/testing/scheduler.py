@@ -55,6 +55,10 @@ class Task:
     waits_for: str = ""
 
 
+def _nothing() -> None:
+    """The call of a task that has ended."""
+
+
 class Scheduler:
     """The tasks of one simulation.
 
@@ -113,6 +117,14 @@ class Scheduler:
     def after(self, seconds: float, call: Callable[[], None]) -> None:
         """Call ``call`` in so many virtual seconds. It must not wait."""
         heapq.heappush(self._timers, (self.now_s + seconds, next(self._numbers), call))
+
+    def forget(self) -> None:
+        """Drop what the tasks refer to, at the end: finalizers of unclosed objects hold the scheduler."""
+        for task in (*self._tasks, *self._mains.values()):
+            task.call, task.condition = _nothing, None
+            task.stop = task.stop and Stopped()
+        self._timers.clear()
+        self.at.clear()
 
     def note(self, event: str) -> None:
         """Record an event: replays of a seed must have the same ones."""

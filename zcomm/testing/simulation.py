@@ -120,6 +120,7 @@ class Simulation:
             for rank in range(self.world_size):
                 self.scheduler.spawn(rank, "main", partial(self._main, rank, RankContext(clock, threads), program))
             self.scheduler.run()
+        self.scheduler.forget()
         return self._outcomes
 
     def _main(self, rank: int, context: RankContext, program: Callable[[int], object]) -> None:
