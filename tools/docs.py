@@ -1,10 +1,12 @@
 """Render the docstrings of zcomm's and zero's public names as HTML: ``python tools/docs.py [FOLDER]``.
 
-Needs the extra ``docs``. Every warning is an error: a name in ``__all__`` or in a signature that does not resolve, say.
+Needs the extra ``docs``; without lightning the names of ``zero.integrations`` are left out. Every warning is an error: a
+name in ``__all__`` or in a signature that does not resolve, say.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import re
 import sys
@@ -34,13 +36,18 @@ def resolve(module: ModuleType) -> None:
 def main() -> int:
     """Render into the folder, default ``build/docs``, and print the number of pages."""
     folder = Path(sys.argv[1] if len(sys.argv) > 1 else "build/docs")
+    lightning = importlib.import_module("zero.integrations")
+    if has_lightning := importlib.util.find_spec("lightning") is not None:
+        resolve(lightning)
+    else:
+        lightning.__all__ = []
     warnings.simplefilter("error")
     for module in (zcomm, zero, sys.modules["zero.initialize"]):
         resolve(module)
     google = pdoc.docstrings.google
     pdoc.docstrings.google = lambda text: google(ROLE.sub(r"`\1`", text))
     pdoc.render.configure(docformat="google", show_source=False)
-    pdoc.pdoc("zcomm", "zero", output_directory=folder)
+    pdoc.pdoc("zcomm", "zero", *([] if has_lightning else ["!zero.integrations.lightning"]), output_directory=folder)
     pages = list(folder.rglob("*.html"))
     left = [page.name for page in pages if re.search(r":(class|func|meth|mod):", page.read_text())]
     if left:
