@@ -1,7 +1,7 @@
 """Render the docstrings of zcomm's and zero's public names as HTML: ``python tools/docs.py [FOLDER]``.
 
-Needs the extra ``docs``; without lightning the names of ``zero.integrations`` are left out. Every warning is an error: a
-name in ``__all__`` or in a signature that does not resolve, say.
+Needs the extra ``docs``; without lightning the names of ``zero.integrations`` are left out. Every warning is an error:
+a name in ``__all__`` or in a signature that does not resolve, say.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def main() -> int:
     if has_lightning := importlib.util.find_spec("lightning") is not None:
         resolve(lightning)
     else:
-        lightning.__all__ = []
+        vars(lightning)["__all__"] = []
     warnings.simplefilter("error")
     for module in (zcomm, zero, sys.modules["zero.initialize"]):
         resolve(module)
