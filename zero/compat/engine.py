@@ -130,7 +130,7 @@ class DeepSpeedOptimizer(zero.ZeroOptimizer):
     @property
     def fp32_partitioned_groups_flat(self) -> list[Tensor]:
         """This rank's masters."""
-        return [param for group in self.parts.inner.param_groups for param in group["params"]]
+        return [piece.master for piece in self.parts.pieces]
 
     single_partition_of_fp32_groups = fp32_partitioned_groups_flat
 
