@@ -130,7 +130,7 @@ class Reducer(RuntimePart):
         self.consumer = GradientConsumer()
         """Uses the reduced gradients: set once, by the optimizer that is made after this."""
         self.factor = 1.0
-        """Multiplies the gradients of backwards of unscaled losses; not those that a user sets (G2)."""
+        """Multiplies the gradients of backwards whose loss nobody has divided; not those that a user sets (G2)."""
         self.has_cleared = False
         """Whether a user has cleared a gradient since the last reduction."""
 
