@@ -100,7 +100,12 @@ def _decode(text: str, make: Callable[[list[tuple[str, Any]]], dict[str, Any]]) 
             import hjson
         except ImportError:
             raise ValueError(f"{error}; for comments and the rest of HJSON: pip install hjson") from error
-        found = hjson.loads(text, object_pairs_hook=make)
+        try:
+            found = hjson.loads(text, object_pairs_hook=make)
+        except (ConfigError, RecursionError):
+            raise
+        except Exception as failure:  # its decoder lets out what it meets: OverflowError for 1e999
+            raise ValueError(f"{type(failure).__name__}: {failure}") from failure
         if not found:  # to hjson a file that was cut off to nothing is an object
             raise
         return found
