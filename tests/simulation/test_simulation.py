@@ -14,7 +14,8 @@ import sys
 import time
 import weakref
 from collections.abc import Callable
-from datetime import datetime, timezone
+from datetime import datetime, timedelta, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,10 @@ from tests.simulation.definition import Fault, Scenario
 from tests.simulation.mutants import MUTANTS
 from tests.simulation.scenarios import draw, minimised, run
 from tests.variables import variables
-from zcomm import CommunicationError, DivergedError
+from zcomm import CommunicationError, DivergedError, control
 from zcomm._base.rank_context import clock, threads
 from zcomm._transport.backend import ints_over
+from zcomm._transport.store_exchange import exchange_texts
 from zcomm.testing import Deadlock, Simulation
 from zero._storage.file_store import FileStore
 from zero._storage.tier_settings import FileSettings
@@ -115,6 +117,26 @@ def test_ranks_that_one_has_left_alone_close_at_once_and_start_again() -> None:
     for seed in range(20):
         result = run(Scenario("protocols", seed, 4, 2, ("async", "agree"), fault=Fault("closes", 3, 0)))
         assert not result.problem, f"seed {seed}: {result.problem}"
+
+
+def test_a_rank_that_has_left_a_call_the_watch_does_not_log_is_not_reported() -> None:
+    """Found by seed 20261127504803 of 5,000: its report, that it waits there, was not taken back yet."""
+    result = run(draw("protocols", 20261127504803))
+    assert not result.problem, result.problem
+
+    def program(rank: int, late_s: float) -> bool:
+        topology = zcomm.Topology(ranks_per_node=1)
+        clock().sleep(40.0 if rank == 0 else 0.0)
+        exchange_texts([0, 1], "like a barrier", lane="test", timeout=timedelta(seconds=100))
+        clock().sleep(late_s if rank == 1 else 0.0)  # rank 0 waits for it in the next exchange
+        found = control.any_(torch.tensor(rank == 1), topology)
+        topology.close()
+        return bool(found)
+
+    with variables(ZCOMM_DIVERGED_AFTER_S="5"):
+        for late in range(25):
+            outcomes = Simulation(2, seed=late).run(partial(program, late_s=0.1 * late))
+            assert [one.error for one in outcomes] == [None, None], f"{0.1 * late} s"
 
 
 @pytest.mark.parametrize(

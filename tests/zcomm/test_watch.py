@@ -102,7 +102,7 @@ def test_a_rank_that_gets_on_takes_back_what_it_has_told_and_nothing_else() -> N
     store = _Counts()
     over: Any = _watch_over(store)
     over._rank, over._topologies, over._closed, over.num_deadlocks = 1, (), {}, 0
-    over._last_sample, over.has_reported = None, False
+    over._last_sample, over._unproven, over._stacks, over._num_reports, over.has_reported = None, None, {}, 0, False
     before, later = (("waits in a barrier", {"hop": [number]}) for number in (1, 2))
     for account, num_waiting in [
         (before, 0), (None, 0), (before, 0), (later, 0),  # never the same twice: nothing reported

@@ -10,13 +10,17 @@ state is the same in two samples reports to torch.distributed's store what it ha
 So the process groups stay usable. One watch serves all topologies of the same ranks.
 
 A rank that computes or sleeps is a straggler, not a deadlock, however long it takes. A rank also counts as waiting if
-its main thread has ended, or has been in one call of torch.distributed (such as a barrier) or in one store exchange for
-ZCOMM_DIVERGED_AFTER_S seconds. This holds only if the topology has all ranks of torch.distributed; otherwise that call
-may be among other ranks, which can complete it.
+its main thread has ended, or is in one call of torch.distributed (such as a barrier) or in one store exchange. This
+holds only if the topology has all ranks of torch.distributed; otherwise that call may be among other ranks, which can
+complete it.
 
 Invariants:
     D1  A report is a consistent state of a rank at one moment at which it waited. So reports prove a deadlock even if
         they are of different moments: the first rank to make progress would need another to have done so before.
+        That does not hold for calls that are not logged here, such as a barrier: the others may have done their part of
+        it before they reported. So such a report says only that the rank looked the same in two samples, and is
+        repeated. With one among them all reports must stay the same for ZCOMM_DIVERGED_AFTER_S seconds, and be repeated
+        after that.
     D2  A rank continues only after all its missing exchanges have been started. Only then does its next exchange have
         the same number on every rank.
     D3  A hop of a closed topology is watched until every rank has closed it, if other topologies keep its process
@@ -205,8 +209,12 @@ class DeadlockWatch:
         """Cleared while exchanges that this rank has started for others are not complete (D4)."""
         self._has_ended_verdict.set()
         self._store_answers = True  # until a request times out
-        self._stuck_since: dict[int, tuple[list[StackFrame] | None, float]] = {}
-        """Stacks of threads that may be blocked, and since when they have not changed."""
+        self._stacks: dict[int, list[StackFrame]] = {}
+        """At the last sample: of the threads that were in a call that is not logged."""
+        self._num_reports = 0
+        self._unproven: tuple[str, float, list[int]] | None = None
+        """Reports of all ranks that make a deadlock if they last, since when, and how often the ranks had repeated them
+        after ZCOMM_DIVERGED_AFTER_S seconds (D1)."""
 
     def add(self, topology: Watchable) -> None:
         """Also watch ``topology``, until it is closed or collected."""
@@ -305,19 +313,26 @@ class DeadlockWatch:
                 self._forget_closed()
         hops |= {key: watched for of_closed in self._closed.values() for key, watched in of_closed.items()}
         report = self._progress(hops)
-        seen = None if report is None else json.dumps(report[1:])
+        is_logged = not self._stacks
+        seen = None if report is None else json.dumps([is_logged, *report[1:]])
         if seen is None or seen != self._last_sample:
-            self._last_sample = seen
+            self._last_sample, self._unproven = seen, None
             if self.has_reported:
                 self.has_reported = False
                 self._store.add(self._key("waiting"), -1)
             return bool(self._alive())
+        if not (self.has_reported and is_logged):
+            self._num_reports += 1
+            self._store.set(
+                self._key(self._rank), json.dumps(self._report(report, 0 if is_logged else self._num_reports))
+            )
         if not self.has_reported:
-            self._store.set(self._key(self._rank), json.dumps(self._report(report)))
             self._store.add(self._key("waiting"), 1)
             self.has_reported = True
         if self._rank == 0 and self._store.add(self._key("waiting"), 0) == self._world_size:
             self._decide()
+        else:
+            self._unproven = None
         if self._store.check([self._key("verdict")]):
             reason, missing = json.loads(self._store.get(self._key("verdict")))
             self._has_ended_verdict.clear()
@@ -357,15 +372,20 @@ class DeadlockWatch:
     def _blocked(self, others: set[int], waiting: set[int]) -> str | None:
         """What the main thread is blocked in outside of exchanges; None while one of ``others`` may make progress."""
         stack_of, main, found = stacks.stacks_of(others), threads().main_thread(), ""
+        before, self._stacks = self._stacks, {}
         for thread in others:
             stack = stack_of.get(thread)
             if thread == main.ident and not main.is_alive():
                 found = "has left: its program has ended"
             elif stack is not None:  # a thread without a Python stack is idle in C++
                 where = self._blocked_at(stack, waiting)
-                if not where or (where != IDLE and not self._is_stuck(thread, stack)):
+                if not where:
                     return None
+                if where != IDLE:
+                    self._stacks[thread] = stack
                 found = where if thread == main.ident else found
+        if any(before.get(thread) != stack for thread, stack in self._stacks.items()):
+            return None
         return found if waiting or found not in ("", IDLE) else None
 
     def _blocked_at(self, stack: list[StackFrame], waiting: set[int]) -> str:
@@ -380,23 +400,18 @@ class DeadlockWatch:
             return "waits for another thread"
         return stacks.is_blocked_in(stack) if self._has_all_ranks else ""
 
-    def _is_stuck(self, thread: int, stack: list[StackFrame]) -> bool:
-        """Whether the stack of ``thread`` has not changed for ZCOMM_DIVERGED_AFTER_S seconds."""
-        before, since = self._stuck_since.get(thread, (None, 0.0))
-        if before != stack:
-            since = clock().monotonic()
-            self._stuck_since[thread] = stack, since
-        return clock().monotonic() - since >= float(env.value("ZCOMM_DIVERGED_AFTER_S"))
+    def _report(self, report: tuple[int | str, dict[str, RankProgress]] | None, number: int) -> list[Any]:
+        """The JSON of a report: whether there is a note of what the rank does, a description, ``number``, the progress.
 
-    def _report(self, report: tuple[int | str, dict[str, RankProgress]] | None) -> list[Any]:
-        """The JSON of a report: whether there is a note of what the rank does, a description, and the progress."""
+        ``number``: 0 if the report relies on logged calls alone, else how often this rank has reported.
+        """
         assert report is not None, "a rank that makes progress does not report"
         doing, progresses = report
         if isinstance(doing, str):
-            return [False, doing, progresses]
+            return [False, doing, number, progresses]
         noted = call_context.noted_activity(doing)
         text = stacks.describe(doing, self._call_of(doing))
-        return [bool(noted), f"{noted} ({text})" if noted else text, progresses]
+        return [bool(noted), f"{noted} ({text})" if noted else text, number, progresses]
 
     def _call_of(self, thread: int) -> str:
         for log in [w.log for one in self._topologies if (t := one()) is not None for _, w in watched_of(t)]:
@@ -410,10 +425,26 @@ class DeadlockWatch:
         world = [{key: RankProgress.from_json(one) for key, one in of_rank.items()} for *_, of_rank in reports]
         waits = [(rank, key, one) for rank, hops in enumerate(world) for key, one in hops.items() if one.waits]
         if not waits or will_end(world) or any(self._is_over(world, *one) for one in waits):
+            self._unproven = None
+            return
+        if not self._have_lasted(reports):
             return
         compose = self.compose if all(has_noted for has_noted, *_ in reports) else _compose
-        reason = compose([text for _, text, _ in reports]) + ranks_behind(world) + self._closed_alone(world)
+        reason = compose([text for _, text, *_ in reports]) + ranks_behind(world) + self._closed_alone(world)
         self._store.set(self._key("verdict"), json.dumps([reason, missing_calls_of(world)]))
+
+    def _have_lasted(self, reports: Sequence[list[Any]]) -> bool:
+        """Whether the reports of all ranks prove what they say (D1)."""
+        numbers = [number for _, _, number, _ in reports if number]
+        if not numbers:
+            return True
+        what, now = json.dumps([[text, progress] for _, text, _, progress in reports]), clock().monotonic()
+        if self._unproven is None or self._unproven[0] != what:
+            self._unproven = what, now, []
+        _, since, after = self._unproven
+        if not after and now - since >= float(env.value("ZCOMM_DIVERGED_AFTER_S")):
+            self._unproven = what, since, numbers
+        return bool(after) and all(number > then for number, then in zip(numbers, after, strict=True))
 
     def _is_over(self, world: Sequence[Hops], rank: int, key: str, progress: RankProgress) -> bool:
         """Whether a wait that ``rank`` has reported has ended since, or ends without a verdict (D5)."""
