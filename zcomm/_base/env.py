@@ -23,7 +23,7 @@ VARIABLES = {
         "0", SWITCH, "1: compare the calls of all ranks before each exchange, and raise where they differ"
     ),
     "ZCOMM_DIVERGED_AFTER_S": Variable(
-        "30", (), "seconds a rank may spend in one torch.distributed call before the deadlock watch counts it as stuck"
+        "30", (), "seconds that all ranks wait, one in a torch.distributed call (a barrier), before that counts as a deadlock"
     ),
     "ZCOMM_KERNELS": Variable(
         "auto",
