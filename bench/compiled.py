@@ -1,9 +1,10 @@
 """Tokens/s of blocks that torch.compile has compiled, beside eager ones, under ZeroOptimizer at each stage.
 
-    python bench/compiled.py [--num-ranks 2] [--rounds 5] [--batch-size 4] [--seq-length 128] [--json]
+    python bench/compiled.py [--num-ranks 2] [--rounds 15] [--batch-size 4] [--seq-length 128] [--json]
 
-A batch is large enough that computing takes most of a step. All cases are interleaved; figures are medians. ``#wrong``
-counts a loss that differs from the eager one by more than ``LOSS_TOLERANCE`` after the same steps, and graph breaks.
+A batch is large enough that computing takes most of a step. All cases are interleaved; figures are medians, ratios
+those of the two times of a round, with the 95 % interval of their median. ``#wrong`` counts a loss that differs from
+the eager one by more than ``LOSS_TOLERANCE`` after the same steps, and graph breaks.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from beside import interval
 from contenders.job import add_shape, batch, new_setup
 
 import zero
@@ -29,6 +31,8 @@ COLUMNS = [
     Column("eager", "eager(tokens/s)", ",.0f", is_measurement=True),
     Column("compiled", "compiled(tokens/s)", ",.0f", is_measurement=True),
     Column("ratio", "compiled/eager", ".3f", is_measurement=True),
+    Column("low", "from", ".3f", is_measurement=True),
+    Column("high", "to", ".3f", is_measurement=True),
     Column("breaks", "graph breaks", "d"),
 ]
 
@@ -66,11 +70,14 @@ def measure(arguments: argparse.Namespace, topology: Topology) -> list[dict[str,
     tokens = topology.world_size * arguments.batch_size * arguments.seq_length
     rows = []
     for stage in range(4):
-        eager, compiled = (tokens / times[stage, is_compiled].p50 for is_compiled in (False, True))
+        eager, compiled = (times[stage, is_compiled] for is_compiled in (False, True))
+        ratios = [slow / fast for slow, fast in zip(eager.seconds, compiled.seconds, strict=True)]
+        low, high = interval(ratios)
         off = abs(cases[stage, True].loss - cases[stage, False].loss)
         breaks = sum(torch._dynamo.utils.counters["graph_break"].values())
         wrong = int(off > LOSS_TOLERANCE * cases[stage, False].loss) + breaks
-        figures = {"eager": eager, "compiled": compiled, "ratio": compiled / eager, "breaks": breaks}
+        figures = {"eager": tokens / eager.p50, "compiled": tokens / compiled.p50, "breaks": breaks}
+        figures |= {"ratio": compiled.faster_than(eager), "low": low, "high": high}
         rows.append({"stage": stage, **figures, "wrong": wrong})
     for case in cases.values():
         case.optimizer.close()
@@ -83,7 +90,7 @@ def main() -> int:
     add_shape(parser)
     parser.set_defaults(num_layers=2, batch_size=4, seq_length=128)
     parser.add_argument("--num-ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--backend", default="inductor", help="of torch.compile")
     parser.add_argument("--json", action="store_true", help="the same rows as JSON lines")
     arguments = parser.parse_args()
