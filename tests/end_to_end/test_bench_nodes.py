@@ -1,4 +1,4 @@
-"""``zcomm bench --emulate-nodes``: bytes, speed-ups on a slow network, and cleanup however it ends."""
+"""``zcomm bench --emulate-nodes``: bytes on a slow network, and cleanup however it ends."""
 
 # covers zcomm/_bench/emulated_nodes.py
 
@@ -38,28 +38,18 @@ def _rows(*arguments: str) -> dict[tuple[str, str], dict[str, Any]]:
     return {(row["collective"], row["format"]): row for row in rows if "collective" in row}
 
 
-def test_speed_and_bytes_on_a_slow_network() -> None:
-    """Other load only makes it slower, so one of three runs must reach the claimed speed."""
-    assert any(_is_fast(_exact_rows()) for _ in range(3))
-
-
-def _exact_rows() -> dict[tuple[str, str], dict[str, Any]]:
-    rows = _rows("-b", "16M", "-e", "16M", "-n", "3", "--hops", "2", "--formats", "bf16,int8,int4",
+def test_bytes_on_a_slow_network() -> None:
+    """Those that a row names are those that crossed the emulated wire. Speed: bench/results."""
+    rows = _rows("-b", "4M", "-e", "4M", "-n", "1", "--hops", "2", "--formats", "bf16,int8,int4",
                  "--collectives", "all_gather,reduce_scatter")  # fmt: skip
+    assert len(rows) == 8
     for row in rows.values():
         assert row["num_wrong"] == 0
+        assert row["p50_us"] > 0
         if row["format"] != "torch":
             assert row["inter_nbytes"] <= row["wire_nbytes"] <= 1.05 * HEADERS * row["inter_nbytes"]
     torchs = rows["reduce_scatter", "torch"]["wire_nbytes"]
     assert torchs > 1.9 * rows["reduce_scatter", "bf16"]["wire_nbytes"]  # gloo sends twice the necessary bytes
-    return rows
-
-
-def _is_fast(rows: dict[tuple[str, str], dict[str, Any]]) -> bool:
-    gather = {name: row["p50_us"] for (collective, name), row in rows.items() if collective == "all_gather"}
-    reduce = {name: row["p50_us"] for (collective, name), row in rows.items() if collective == "reduce_scatter"}
-    ratios = gather["bf16"] / gather["int8"], reduce["bf16"] / reduce["int4"], reduce["torch"] / reduce["bf16"]
-    return ratios[0] >= 1.85 and ratios[1] >= 3.5 and ratios[2] > 1
 
 
 @pytest.mark.parametrize(
