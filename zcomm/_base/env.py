@@ -23,7 +23,9 @@ VARIABLES = {
         "0", SWITCH, "1: compare the calls of all ranks before each exchange, and raise where they differ"
     ),
     "ZCOMM_DIVERGED_AFTER_S": Variable(
-        "30", (), "seconds that all ranks wait, one in a torch.distributed call (a barrier), before that counts as a deadlock"
+        "30",
+        (),
+        "seconds that all ranks wait, one in a torch.distributed call (a barrier), before that counts as a deadlock",
     ),
     "ZCOMM_KERNELS": Variable(
         "auto",

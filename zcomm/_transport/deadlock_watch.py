@@ -20,7 +20,7 @@ Invariants:
         That does not hold for calls that are not logged here, such as a barrier: the others may have done their part of
         it before they reported. So such a report says only that the rank looked the same in two samples, and is
         repeated. With one among them all reports must stay the same for ZCOMM_DIVERGED_AFTER_S seconds, and be repeated
-        after that.
+        at the end of them.
     D2  A rank continues only after all its missing exchanges have been started. Only then does its next exchange have
         the same number on every rank.
     D3  A hop of a closed topology is watched until every rank has closed it, if other topologies keep its process
@@ -214,7 +214,7 @@ class DeadlockWatch:
         self._num_reports = 0
         self._unproven: tuple[str, float, list[int]] | None = None
         """Reports of all ranks that make a deadlock if they last, since when, and how often the ranks had repeated them
-        after ZCOMM_DIVERGED_AFTER_S seconds (D1)."""
+        towards the end of ZCOMM_DIVERGED_AFTER_S seconds (D1)."""
 
     def add(self, topology: Watchable) -> None:
         """Also watch ``topology``, until it is closed or collected."""
@@ -441,10 +441,11 @@ class DeadlockWatch:
         what, now = json.dumps([[text, progress] for _, text, _, progress in reports]), clock().monotonic()
         if self._unproven is None or self._unproven[0] != what:
             self._unproven = what, now, []
-        _, since, after = self._unproven
-        if not after and now - since >= float(env.value("ZCOMM_DIVERGED_AFTER_S")):
+        (_, since, late), left_s = self._unproven, float(env.value("ZCOMM_DIVERGED_AFTER_S"))
+        left_s -= now - since
+        if not late and left_s <= 4 * self.period_s:  # the longest time between two samples of a rank
             self._unproven = what, since, numbers
-        return bool(after) and all(number > then for number, then in zip(numbers, after, strict=True))
+        return left_s <= 0 and bool(late) and all(number > then for number, then in zip(numbers, late, strict=True))
 
     def _is_over(self, world: Sequence[Hops], rank: int, key: str, progress: RankProgress) -> bool:
         """Whether a wait that ``rank`` has reported has ended since, or ends without a verdict (D5)."""
