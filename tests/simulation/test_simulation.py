@@ -119,6 +119,14 @@ def test_ranks_that_one_has_left_alone_close_at_once_and_start_again() -> None:
         assert not result.problem, f"seed {seed}: {result.problem}"
 
 
+def test_a_rank_outside_of_a_broken_exchange_starts_none_before_it_has_the_number_of_the_others() -> None:
+    """Found by seed 20261126000477: the broadcast's rank was through before the watch of a rank in the store."""
+    for seed in (20261126000477, *range(1, 41, 4)):  # which of the calls is one too many: the broadcast
+        scenario = Scenario("protocols", seed, 4, 1, ("background", "background", "agree"), fault=Fault("extra", 2, 1))
+        result = run(scenario)
+        assert not result.problem, f"{scenario}: {result.problem}"
+
+
 def test_a_rank_that_has_left_a_call_the_watch_does_not_log_is_not_reported() -> None:
     """Found by seed 20261127504803 of 5,000: its report, that it waits there, was not taken back yet."""
     result = run(draw("protocols", 20261127504803))

@@ -129,8 +129,13 @@ class CollectiveLog:
         self.missing_started = threads().Event()
         """Set once this rank has started its missing part of all broken exchanges."""
 
-    def start(self, call: CollectiveCall, wire: str = "none") -> int:
-        """Log an exchange that is about to start, with messages in format ``wire``; returns its number."""
+    def start(self, call: CollectiveCall, wire: str = "none", *, is_missing: bool = False) -> int:
+        """Log an exchange that is about to start, with messages in format ``wire``; returns its number.
+
+        ``is_missing``: the watch starts it, since others have (D2 of deadlock_watch.py).
+        """
+        if not is_missing:
+            self._await_missing()
         with self._lock:
             self.num_started += 1
             if (caller := threading.current_thread()) is not self._last_caller():
@@ -142,6 +147,11 @@ class CollectiveLog:
             )
             return self.num_started
 
+    def _await_missing(self) -> None:
+        """Wait until the watch has started what this rank lacks of broken exchanges, if it lacks any."""
+        if self.num_started < self.last_broken:
+            self.missing_started.wait()
+
     def count_nccl(self) -> int:
         """Count an exchange over :attr:`Hop.nccl`; returns its number among those."""
         with self._lock:
@@ -150,6 +160,7 @@ class CollectiveLog:
 
     def number_pair(self, call: CollectiveCall) -> CollectiveCall:
         """``call`` with the next :attr:`CollectiveCall.pair_number`."""
+        self._await_missing()
         with self._lock:
             self.num_pairs += 1
             return call._replace(pair_number=self.num_pairs)

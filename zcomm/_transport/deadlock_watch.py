@@ -22,7 +22,8 @@ Invariants:
         repeated. With one among them all reports must stay the same for ZCOMM_DIVERGED_AFTER_S seconds, and be repeated
         at the end of them.
     D2  A rank continues only after all its missing exchanges have been started. Only then does its next exchange have
-        the same number on every rank.
+        the same number on every rank. A rank that was in none of them, but in a barrier or in the store, starts none
+        before: those that waited may get there first, and release it (test_simulation.py).
     D3  A hop of a closed topology is watched until every rank has closed it, if other topologies keep its process
         group: no connection is closed then that would end the waits of the others.
     D4  A topology is closed only after what its rank has started for others is complete: with ZCOMM_CHECK=1 that sends
@@ -123,7 +124,7 @@ def start_missing(watched: Watched, missing: MissingCalls) -> list[Pending]:
         is_tagged = hop.is_tagged(call.device_type)
         is_mine = own is not None and (not is_tagged or tag_of(number, own) == tag_of(number, call))
         while log.num_started < number:
-            log.start(call)
+            log.start(call, is_missing=True)
         if not is_mine and watched.abort is None:
             over = hop.paired_with(watched.paired) if call.pair_number else hop
             works.append(backend.start_for_others(number, call, over))
