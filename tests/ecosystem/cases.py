@@ -1,78 +1,11 @@
-"""Scripts of public repositories, and how :mod:`tests.ecosystem.run` runs them with small data."""
+"""Scripts of DeepSpeed's users, and of front ends, that run through the door with no line changed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from difflib import ndiff
-from pathlib import Path
 from typing import Any
 
 from tests.ecosystem import material
-
-SOURCES = {
-    "DeepSpeedExamples": "https://github.com/deepspeedai/DeepSpeedExamples",
-    "accelerate": "https://github.com/huggingface/accelerate",
-    "transformers": "https://github.com/huggingface/transformers",
-    "nanoGPT": "https://github.com/karpathy/nanoGPT",
-    "minGPT": "https://github.com/karpathy/minGPT",
-    "examples": "https://github.com/pytorch/examples",
-    "denoising-diffusion-pytorch": "https://github.com/lucidrains/denoising-diffusion-pytorch",
-}
-
-
-@dataclass(frozen=True)
-class Change:
-    """Lines of a script that differ: ``old`` occurs once in the file, and becomes ``new``."""
-
-    file: str
-    old: str
-    new: str
-
-    @property
-    def num_lines(self) -> int:
-        """Lines that are new or gone, whichever are more."""
-        marks = [one[0] for one in ndiff(self.old.splitlines(), self.new.splitlines())]
-        return max(marks.count("+"), marks.count("-"))
-
-
-@dataclass(frozen=True)
-class Case:
-    """One script. In ``arguments`` and ``environment`` {stage}, {config}, {out} and {folder} are filled in."""
-
-    name: str
-    source: str
-    folder: str
-    script: str
-    loss: str
-    """A regular expression with one group, searched in each line of rank 0's output."""
-    arguments: str = ""
-    stages: tuple[int, ...] = (2, 3)
-    config: dict[str, Any] | None = None
-    """The JSON at {config}; its stage is filled in."""
-    material: tuple[Callable[[Path], None], ...] = ()
-    environment: dict[str, str] = field(default_factory=dict)
-    beside: str = ""
-    """"plain": the script under plain_ddp.py; "own": the script's own DDP, with ``own_arguments``; "": nothing."""
-    own_arguments: str = ""
-    own_environment: dict[str, str] = field(default_factory=dict)
-    own_uses_door: bool = False
-    """The script imports names of DeepSpeed even where it does not train with it."""
-    formats: dict[str, Any] | None = None
-    """Keys of ``zero_optimization`` with which bytes are compared, at the last stage."""
-    changes: tuple[Change, ...] = ()
-    own_changes: tuple[Change, ...] = ()
-    """Those of the run over the script's own DDP."""
-    ranks: int = 2
-    local_rank: bool = False
-    """Pass --local_rank=N, as DeepSpeed's launcher does."""
-    needs: tuple[str, ...] = ()
-    old_transformers: bool = False
-    """Uses names that transformers 5 does not have: needs --transformers4."""
-    falls: bool = True
-    """Whether the loss is expected to fall in these few steps."""
-    note: str = ""
-
+from tests.ecosystem.case import Case
 
 _ADAMW = {"type": "AdamW", "params": {"lr": 3e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01}}
 _ZENFLOW = {"topk_ratio": 0.1, "update_interval": 4, "full_warm_up_rounds": 0, "overlap_step": True}
@@ -102,7 +35,7 @@ def _chat(name: str, folder: str, split: str, more: str, loss: str, **others: An
 _LM = "--model_name_or_path {folder}/gpt2 --per_device_train_batch_size 4 --num_train_epochs 2 --seed 3 "
 _ACCELERATE = {"ACCELERATE_USE_CPU": "true"}
 _PLUGIN = {
-    **_ACCELERATE, "ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "{stage}",
+    "ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "{stage}",
     "ACCELERATE_GRADIENT_CLIPPING": "1.0",
 }  # fmt: skip
 _CLM = (
@@ -110,31 +43,6 @@ _CLM = (
     "--per_device_train_batch_size 4 --learning_rate 3e-3 --logging_steps 1 --save_strategy no --use_cpu True "
     "--bf16 True --report_to none --output_dir {out} "
 )
-_NANO = (
-    "--dataset=made --device=cpu --backend=gloo --compile=False --dtype=float32 --n_layer=2 --n_head=2 --n_embd=32 "
-    "--block_size=32 --batch_size=8 --gradient_accumulation_steps=2 --max_iters=20 --lr_decay_iters=20 "
-    "--warmup_iters=2 --learning_rate=1e-2 --eval_interval=1000 --eval_iters=1 --log_interval=1 --dropout=0.0 "
-    "--out_dir={out}"
-)
-_NANO_CPU = (
-    Change("train.py", "    device = f'cuda:{ddp_local_rank}'\n", "    device = 'cpu'\n"),
-    Change("train.py", "    torch.cuda.set_device(device)\n", ""),
-)
-_NANO_DDP = (*_NANO_CPU, Change("train.py", "device_ids=[ddp_local_rank]", "device_ids=None"))
-_NANO_ZERO = (
-    *_NANO_CPU,
-    Change("train.py", "import torch\nfrom torch.nn", "import torch\nimport zero\nfrom torch.nn"),
-    Change(
-        "train.py", "    model = DDP(model, device_ids=[ddp_local_rank])\n",
-        "    optimizer = zero.ZeroOptimizer(model, optimizer, stage=2)\n",
-    ),
-    Change("train.py", "raw_model = model.module if ddp else model ", "raw_model = model "),
-    Change(
-        "train.py", "torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip)",
-        "optimizer.clip_grad_norm_(grad_clip)",
-    ),
-)  # fmt: skip
-
 CASES = (
     Case(
         "cifar10_deepspeed.py, float32", "DeepSpeedExamples", "training/cifar", "cifar10_deepspeed.py",
@@ -225,7 +133,7 @@ CASES = (
         "deepspeed_with_config_support.py", r"(?:eval_loss|train_loss|loss)[^0-9]*([0-9]+[.][0-9]+)",
         _LM + "--train_file {folder}/text.txt --validation_file {folder}/text.txt --block_size 32 "
         "--learning_rate 3e-3 --output_dir {out}", material=(material.gpt2, material.text_file),
-        environment={**_ACCELERATE, "ACCELERATE_USE_DEEPSPEED": "true",
+        environment={"ACCELERATE_USE_DEEPSPEED": "true",
                      "ACCELERATE_DEEPSPEED_CONFIG_FILE": "{config}", "ACCELERATE_MIXED_PRECISION": "bf16"},
         config={**_AUTO, "train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "AdamW", "params": {
             "lr": "auto", "weight_decay": "auto"}}, "scheduler": {"type": "WarmupDecayLR", "params": {
@@ -236,10 +144,5 @@ CASES = (
         "transformers run_clm.py (Trainer)", "transformers", "examples/pytorch/language-modeling", "run_clm.py",
         r"'loss': '?([0-9.]+)", _CLM + "--deepspeed {config}", material=(material.gpt2, material.text_file),
         config=_TRAINER, beside="own", own_arguments=_CLM, formats=_QUANTIZED, needs=("evaluate",),
-    ),
-    Case(
-        "nanoGPT train.py", "nanoGPT", ".", "train.py", r"^iter \d+: loss ([0-9.]+)", _NANO,
-        material=(material.characters,), changes=_NANO_ZERO, own_changes=_NANO_DDP, beside="own", own_arguments=_NANO,
-        stages=(2,), note="2 of the lines name CUDA, and DDP on CPUs changes them too; evaluates on rank 0 alone",
     ),
 )  # fmt: skip

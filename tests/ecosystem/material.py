@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -243,3 +244,102 @@ def chat_data(folder: Path) -> None:
 
     place = next(one for one in folder.parents if one.name == "DeepSpeed-Chat") / "data"
     _records(place, {"train.json": rows(3, 96), "eval.json": rows(5, 16)})
+
+
+def torchvision_without_operators(folder: Path) -> None:
+    """The real torchvision beside a CPU torch: its operators need CUDA's libraries, its import a schema of one."""
+    package = folder / "stand_in" / "torchvision"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(
+        "import sys\nimport torch\n\n"
+        'schema = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"\n'
+        'for name in ("nms", "qnms"):\n'
+        '    torch.library.define(f"torchvision::{name}", schema)\n'
+        "place = __path__[0].rpartition('/')[0]\n"
+        "sys.path.remove(place)\n"
+        "del sys.modules[__name__]\n"
+        "import torchvision\n\n"
+        "sys.path.append(place)\n"
+    )
+
+
+def images(folder: Path) -> None:
+    """Images of three kinds: ``photos/KIND_N.jpg``, and ``timm_photos/{train,validation}/KIND/N.jpg``."""
+    import numpy as np
+    from PIL import Image
+
+    draw = np.random.default_rng(0)
+    patterns = draw.random((3, 64, 64, 3))
+    (folder / "photos").mkdir()
+    for index in range(120):
+        kind = index % 3
+        pixels = (patterns[kind] * 0.7 + draw.random((64, 64, 3)) * 0.3) * 255
+        image = Image.fromarray(pixels.astype(np.uint8))
+        image.save(folder / "photos" / f"kind{kind}_{index}.jpg")
+        split = folder / "timm_photos" / ("train" if index < 96 else "validation") / f"kind{kind}"
+        split.mkdir(parents=True, exist_ok=True)
+        image.save(split / f"{index}.jpg")
+
+
+def readme_trainer(folder: Path) -> None:
+    """``readme.py``: the example of a README that uses a Trainer."""
+    blocks = re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)
+    (folder / "readme.py").write_text(next(one for one in blocks if "Trainer(" in one))
+
+
+def words(folder: Path) -> None:
+    """``data/wikitext-2.txt``, of which Lightning's WikiText2 makes its data set."""
+    (folder / "data").mkdir()
+    (folder / "data" / "wikitext-2.txt").write_text("\n".join(sentences(1500)) + "\n")
+
+
+def bert_base_cased(folder: Path) -> None:
+    """What ``from_pretrained("bert-base-cased")`` finds in the current folder."""
+    model(folder, "bert")
+    (folder / "bert").rename(folder / "bert-base-cased")
+
+
+METRIC = '''"""In place of GLUE's metric, which is downloaded: the accuracy."""
+
+import datasets
+import evaluate
+
+
+class Glue(evaluate.Metric):
+    def _info(self):
+        features = datasets.Features({name: datasets.Value("int64") for name in ("predictions", "references")})
+        return evaluate.MetricInfo(description="", citation="", inputs_description="", features=features)
+
+    def _compute(self, predictions, references):
+        return {"accuracy": sum(one == two for one, two in zip(predictions, references)) / len(references)}
+'''
+
+
+def mrpc(folder: Path) -> None:
+    """``load_dataset("nyu-mll/glue", "mrpc")``, and ``evaluate.load("glue", "mrpc")``."""
+    (folder / "glue").mkdir()
+    (folder / "glue" / "glue.py").write_text(METRIC)
+
+    def rows(seed: int, count: int) -> list[dict[str, Any]]:
+        first = zip(sentences(count, seed), range(count), strict=True)
+        return [
+            {
+                "sentence1": one,
+                "sentence2": "stone " * 4 if index % 2 else "winter " * 4,
+                "label": index % 2,
+                "idx": index,
+            }
+            for one, index in first
+        ]
+
+    place = folder / "nyu-mll" / "glue"
+    _records(place, {"train.jsonl": rows(3, 256), "validation.jsonl": rows(4, 32)})
+    (place / "README.md").write_text(
+        "---\nconfigs:\n- config_name: mrpc\n  data_files:\n  - split: train\n    path: train.jsonl\n"
+        "  - split: validation\n    path: validation.jsonl\n---\n"
+    )
+
+
+def sft(folder: Path) -> None:
+    """``load_dataset("FOLDER/sft")`` with a column of text."""
+    _records(folder / "sft", {"train.jsonl": [{"text": one} for one in sentences(120)]})

@@ -1,8 +1,8 @@
-"""Runs scripts of public repositories through zero.compat, and prints a table.
+"""Runs scripts of public repositories through zero.compat or with a line of ours, and prints a table.
 
     python tests/ecosystem/run.py                                   clones what it needs from GitHub
     python tests/ecosystem/run.py --source nanoGPT=/my/clone        uses a folder instead
-    python tests/ecosystem/run.py --only cifar --out results.md
+    python tests/ecosystem/run.py --only cifar --out bench/results/ecosystem.md
 
 No script is part of this repository, and none is changed but for the lines that the table counts. Data, tokenizers and
 models are made on the spot (:mod:`tests.ecosystem.material`). Scripts for transformers 4 run with ``--transformers4``,
@@ -13,18 +13,17 @@ a folder made by ``pip install --target FOLDER --no-deps "transformers==4.57.*" 
 from __future__ import annotations
 
 import argparse
+import datetime
+import importlib.metadata
 import importlib.util
 import json
 import os
 import re
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,14 +31,31 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from tests.ecosystem.cases import CASES, SOURCES, Case, Change  # noqa: E402
+from tests.ecosystem import cases, changed_cases, material  # noqa: E402
+from tests.ecosystem.case import INSTALLED, SOURCES, Case  # noqa: E402
+from tests.ecosystem.ranks_of_scripts import FORK, Start  # noqa: E402
 
-TIMEOUT = 300.0
+CASES = (*changed_cases.CASES, *cases.CASES)
+TIMEOUT = 400.0
 """Seconds that one run may take."""
 HEADER = (
-    "| script or front end | lines changed | ranks | stage | loss, first and last | beside DDP | bytes with formats | "
-    "seconds to first step | result |\n|---|---|---|---|---|---|---|---|---|"
+    "| script or front end | lines | ranks | stage | loss, first and last | beside | ratio of bytes | "
+    "loss with formats | seconds to the first step, and beside | result |\n|---|---|---|---|---|---|---|---|---|---|"
 )
+ABOUT = """# Scripts of others
+
+By `python tests/ecosystem/run.py`, {date}: {cores} cores, {versions}; gloo on CPUs. Data, models and tokenizers are
+made on the spot and small.
+
+- lines: those that are changed for this library; in parentheses those that the run beside it needs as well: sizes, a
+  CPU in place of CUDA, a loss that is printed. The rows without a line run through the door.
+- stage: of ZeRO, or DDP or FSDP2 where a line installs formats there.
+- beside: the same script, seed and data over torch's DistributedDataParallel or its own FSDP2.
+- ratio of bytes: what a rank sends with the formats of ZeRO++ (`int8` weights, `int4` gradients; for the others the
+  recipe `zeropp`) to what it sends without formats. Loss with formats: of that run.
+
+"""
+VERSIONS = ("torch", "transformers", "accelerate", "trl", "peft", "lightning", "timm", "torchvision")
 
 
 @dataclass
@@ -78,66 +94,92 @@ class Bench:
         self.place = Path(options.work or tempfile.mkdtemp(prefix="ecosystem-"))
         shutil.rmtree(self.place / "run", ignore_errors=True)
         self.given = dict(one.split("=", 1) for one in options.source)
+        self.plain: dict[Any, Run] = {}
 
     def source(self, name: str) -> Path:
         """The folder of a repository; cloned if it was not given."""
         if name in self.given:
             return Path(self.given[name]).resolve()
+        if name in INSTALLED:
+            found = importlib.util.find_spec(name)
+            assert found is not None
+            assert found.origin is not None
+            return Path(found.origin).parent
         folder = self.place / "sources" / name
         if not folder.exists():
             subprocess.run(["git", "clone", "--quiet", "--depth", "1", SOURCES[name], str(folder)], check=True)
         return folder
 
-    def prepare(self, case: Case, kind: str) -> tuple[Path, Path]:
+    def prepare(self, case: Case, stage: int | str, kind: str) -> tuple[Path, Path]:
         """A fresh copy of the case's repository, and in it the folder of the script with its data."""
         root = self.place / "run" / "".join(re.findall(r"\w+", case.name))
         made = root.with_name(root.name + ".made")
         if not made.exists():  # once: a tokenizer's training breaks ties anew each time
             shutil.copytree(self.source(case.source), made, ignore=shutil.ignore_patterns(".git"), symlinks=True)
-            for make in case.material:
-                make(made / case.folder)
+            self._make(case, made / case.folder)
         shutil.rmtree(root, ignore_errors=True)
         shutil.copytree(made, root, symlinks=True)
-        self._change(case, root, case.own_changes if kind == "own" else case.changes)
+        self._change(case, root, stage, kind)
         return root, root / case.folder
 
-    def _change(self, case: Case, root: Path, changes: Sequence[Change]) -> None:
-        for change in changes:
-            path = root / case.folder / change.file
-            text = path.read_text()
-            if text.count(change.old) != 1:
-                raise SystemExit(f"{case.name}: {change.file} is not as expected: {change.old!r}")
-            path.write_text(text.replace(change.old, change.new))
+    def _make(self, case: Case, folder: Path) -> None:
+        """In a process of its own: here nothing may import transformers before a rank opens the door."""
 
-    def run(self, case: Case, stage: int, kind: str = "door", formats: dict[str, Any] | None = None) -> Run:
-        """Start the script once. ``kind`` is "door", "counted", "plain" or "own"."""
-        root, folder = self.prepare(case, kind)
+        def make() -> None:
+            for one in case.material:
+                one(folder)
+
+        process = FORK.Process(target=make)
+        process.start()
+        process.join()
+        if process.exitcode != 0:
+            raise SystemExit(f"{case.name}: its data could not be made")
+
+    def _change(self, case: Case, root: Path, stage: int | str, kind: str) -> None:
+        ours = {"own": case.own_changes, "compressed": (*case.changes, *case.compressed)}
+        ours["uncompressed"] = (*case.changes, *case.uncompressed)
+        for change in (*case.everywhere, *ours.get(kind, case.changes)):
+            path = root / case.folder / change.file
+            old, new = (one.replace("{stage}", str(stage)) for one in (change.old, change.new))
+            text = path.read_text()
+            if text.count(old) != 1:
+                raise SystemExit(f"{case.name}: {change.file} is not as expected: {old!r}")
+            path.write_text(text.replace(old, new))
+
+    def beside(self, case: Case) -> Run:
+        """The run without this library, once for all cases of one script."""
+        if not case.beside:
+            return Run(code=0)
+        key = (case.source, case.folder, case.script, str(case.own_arguments or case.arguments), case.beside)
+        if key not in self.plain:
+            self.plain[key] = self.run(case, case.stages[0], case.beside)
+        return self.plain[key]
+
+    def run(self, case: Case, stage: int | str, kind: str = "") -> Run:
+        """Start the script once: "", "plain", "own", "uncompressed" or "compressed"."""
+        root, folder = self.prepare(case, stage, kind)
         out, config = root / "out", root / "ds.json"
         out.mkdir()
         if case.config is not None:
+            formats = case.formats if kind == "compressed" else None
             section = {**case.config["zero_optimization"], "stage": stage, **(formats or {})}
             config.write_text(json.dumps({**case.config, "zero_optimization": section}))
         fill = {"stage": stage, "config": config, "out": out, "folder": folder, "root": root}
-        return self._start(case, self._command(case, kind, fill), folder, self._environment(case, kind, fill))
-
-    def _command(self, case: Case, kind: str, fill: dict[str, Any]) -> list[str]:
-        start = {
-            "door": ["-m", "zero.compat", *(["--local_rank"] if case.local_rank else [])],
-            "counted": [str(ROOT / "tests/ecosystem/counted.py"), *(["--local_rank"] if case.local_rank else [])],
-            "plain": [str(ROOT / "tests/ecosystem/plain_ddp.py"), *(["--local_rank"] if case.local_rank else [])],
-            "own": ["-m", "zero.compat"] if case.own_uses_door else [],
-            "direct": [],
-        }[kind]
-        given = case.own_arguments if kind == "own" else case.arguments
-        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={case.ranks}"]
-        return [sys.executable, *torchrun, *start, case.script, *shlex.split(given.format(**fill))]
+        given = case.arguments if kind != "own" or case.own_arguments is None else case.own_arguments
+        arguments = [*(["--local_rank"] if case.local_rank else []), case.script, *shlex.split(given.format(**fill))]
+        door = case.own_uses_door if kind == "own" else not case.changes
+        how = kind if kind == "plain" else "door" if door else "direct"
+        return self._start(
+            case, Start(how, arguments, folder, self._environment(case, kind, fill), case.ranks, TIMEOUT)
+        )
 
     def _environment(self, case: Case, kind: str, fill: dict[str, Any]) -> dict[str, str]:
         folder = Path(fill["folder"])
-        own = {key: one.format(**fill) for key, one in case.environment.items()}
-        if kind == "own":
-            own = {key: one.format(**fill) for key, one in case.own_environment.items()}
+        given = case.environment if kind != "own" or case.own_environment is None else case.own_environment
+        own = {key: one.format(**fill) for key, one in given.items()}
         paths = [own.pop("PYTHONPATH", ""), str(folder / "stand_in")]
+        if material.torchvision_without_operators in case.material:
+            paths.append(str(self.options.torchvision or ""))
         if case.old_transformers:
             paths.insert(0, str(self.options.transformers4))
         fixed = {
@@ -147,50 +189,24 @@ class Bench:
         }  # fmt: skip
         return {**os.environ, **fixed, **own}
 
-    def _start(self, case: Case, command: list[str], folder: Path, environment: dict[str, str]) -> Run:
-        run, began = Run(), time.monotonic()
-        process = subprocess.Popen(
-            command,
-            cwd=folder,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        try:
-            self._read(case, run, process, began)
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-        run.code = process.wait()
-        return run
+    def _start(self, case: Case, start: Start) -> Run:
+        run = Run()
 
-    def _read(self, case: Case, run: Run, process: subprocess.Popen[bytes], began: float) -> None:
-        """Take lines until the process ends, or for TIMEOUT seconds."""
-        assert process.stdout is not None
-        os.set_blocking(process.stdout.fileno(), False)
-        rest = ""
-        while time.monotonic() < began + TIMEOUT:
-            ended = process.poll() is not None
-            rest += (process.stdout.read() or b"").decode(errors="replace")
-            *lines, rest = re.split(r"[\r\n]+", rest)
-            for line in lines:
-                self._take(case, run, line, time.monotonic() - began)
-            if ended:
+        def take(rank: int, line: str, seconds: float) -> None:
+            if self.options.verbose:
+                sys.stdout.write(f"[{rank}] {line}\n")
+            run.lines.append(line)
+            if rank > 0:
                 return
-            time.sleep(0.02)
-        run.lines.append(f"TimeoutError: {TIMEOUT:.0f} s")
+            if found := re.search(r"^bytes sent: (\d+)", line):
+                run.nbytes = int(found.group(1))
+            if found := re.search(case.loss, line):
+                run.first = seconds if run.first is None else run.first
+                if re.fullmatch(r"-?[0-9.]+", found.group(1)):
+                    run.losses.append(float(found.group(1).rstrip(".")))
 
-    def _take(self, case: Case, run: Run, line: str, now: float) -> None:
-        if self.options.verbose:
-            sys.stdout.write(line + "\n")
-        run.lines.append(line)
-        if found := re.search(r"^bytes sent: (\d+)", line):
-            run.nbytes = max(run.nbytes or 0, int(found.group(1)))
-        if found := re.search(case.loss, line):
-            run.first = now if run.first is None else run.first
-            if re.fullmatch(r"[0-9.]+", found.group(1)):
-                run.losses.append(float(found.group(1).rstrip(".")))
+        run.code = start.run(take)
+        return run
 
 
 def missing(case: Case, bench: Bench) -> str:
@@ -209,28 +225,38 @@ def missing(case: Case, bench: Bench) -> str:
 
 def rows(case: Case, bench: Bench) -> list[str]:
     """The case's rows of the table."""
-    changed = str(sum(one.num_lines for one in case.changes))
     if why := missing(case, bench):
-        return [f"| {case.name} | {changed} | {case.ranks} | - | - | - | - | - | {why} |"]
-    beside = bench.run(case, case.stages[0], case.beside) if case.beside else None
+        return [f"| {case.name} | {case.num_lines} | {case.ranks} | - | - | - | - | - | - | {why} |"]
+    beside = bench.beside(case)
     listed = []
     for stage in case.stages:
-        run, ratio = bench.run(case, stage, "direct" if case.changes else "door"), "-"
-        if case.formats is not None and stage == case.stages[-1] and run.code == 0:
-            full = bench.run(case, stage, "counted").nbytes
-            few = bench.run(case, stage, "counted", case.formats).nbytes
-            ratio = f"{few / full:.3f}" if few and full else "?"
-        good = run.code == 0 and (run.is_falling or not case.falls)
-        result = "runs" if good else ("loss does not fall" if run.code == 0 else f"fails: {run.error}")
-        other = "-" if beside is None else (beside.ends if beside.code == 0 else f"fails: {beside.error[:60]}")
-        first = "-" if run.first is None else f"{run.first:.1f}"
-        note = f"; {case.note}" if case.note else ""
-        stage_text = str(stage) if stage or case.falls else "-"
-        cells = (case.name, changed, case.ranks, stage_text, run.ends, other, ratio, first, result + note)
+        run, ratio, compressed = bench.run(case, stage), "-", Run(code=0)
+        if case.is_compared and stage == case.stages[-1] and run.code == 0:
+            other = bench.run(case, stage, "uncompressed" if case.uncompressed else "compressed")
+            full, compressed = (other, run) if case.uncompressed else (run, other)
+            ratio = f"{compressed.nbytes / full.nbytes:.3f}" if compressed.nbytes and full.nbytes else "?"
+        result = "runs" if run.is_falling or not case.falls else "loss does not fall"
+        result = "runs, but sends nothing" if run.nbytes == 0 and case.sends(stage) else result
+        result = result if run.code == 0 else f"fails: {run.error}"
+        lost = [one for one in (beside, compressed) if one.code != 0]
+        result += "".join(f"; {'beside' if one is beside else 'with formats'} fails: {one.error}" for one in lost)
+        seconds = " (".join(f"{one.first:.1f}" for one in (run, beside) if one.first is not None)
+        cells = (
+            case.name, case.num_lines, case.ranks, stage if stage or case.falls else "-", run.ends, beside.ends, ratio,
+            compressed.ends, (seconds + ")" * (" (" in seconds)) or "-", "; ".join(filter(None, (result, case.note))),
+        )  # fmt: skip
         listed.append("| " + " | ".join(str(one).replace("|", "\\|") for one in cells) + " |")
         sys.stdout.write(listed[-1] + "\n")
         sys.stdout.flush()
     return listed
+
+
+def about() -> str:
+    """What stands above the table: when, where and with which versions it was made."""
+    found = [name for name in VERSIONS if importlib.util.find_spec(name) is not None]
+    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in found)
+    date = datetime.datetime.now(tz=datetime.timezone.utc).date()
+    return ABOUT.format(date=date, cores=len(os.sched_getaffinity(0)), versions=versions)
 
 
 def main() -> int:
@@ -239,6 +265,7 @@ def main() -> int:
     parser.add_argument("--source", action="append", default=[], metavar="NAME=FOLDER", help="use a local copy")
     parser.add_argument("--only", default="", help="cases whose name has this regular expression")
     parser.add_argument("--transformers4", metavar="FOLDER", help="where transformers 4 was installed to")
+    parser.add_argument("--torchvision", metavar="FOLDER", help="where torchvision was installed to, if a CPU torch")
     parser.add_argument("--work", metavar="FOLDER", help="where to work, and leave everything")
     parser.add_argument("--out", metavar="FILE", help="write the table here, too")
     parser.add_argument("--verbose", action="store_true", help="print what the scripts print")
@@ -252,7 +279,7 @@ def main() -> int:
     table = "\n".join([HEADER, *listed]) + "\n"
     sys.stdout.write("\n" + table)
     if options.out:
-        Path(options.out).write_text(table)
+        Path(options.out).write_text(about() + table)
     return int(any("| fails" in row for row in listed))
 
 
