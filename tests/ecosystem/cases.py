@@ -26,7 +26,7 @@ _CHAT = (
 
 def _chat(name: str, folder: str, split: str, more: str, loss: str, **others: Any) -> Case:
     return Case(
-        f"DeepSpeed-Chat {name}", "DeepSpeedExamples", f"applications/DeepSpeed-Chat/training/{folder}", "main.py",
+        f"DeepSpeed-Chat, {name}", "DeepSpeedExamples", f"applications/DeepSpeed-Chat/training/{folder}", "main.py",
         loss, _CHAT.replace("{split}", split) + more, material=(material.opt, material.chat_data), local_rank=True,
         old_transformers=True, environment={"PYTHONPATH": "{root}/applications/DeepSpeed-Chat"}, **others,
     )  # fmt: skip
@@ -102,17 +102,17 @@ CASES = (
         own_arguments="--model_name tiny/gpt2 --batch_size 4 --seq_length 32 --learning_rate 3e-3 --bench_step 12 "
         "--warmup_step 2 --attn_impl sdpa", own_environment=_ACCELERATE,
     ),
-    _chat("step 1, SFT", "step1_supervised_finetuning", "10,0,0", " --print_loss", r"Rank: 0, loss = ([0-9.]+)",
+    _chat("SFT", "step1_supervised_finetuning", "10,0,0", " --print_loss", r"Rank: 0, loss = ([0-9.]+)",
           beside="plain"),
-    _chat("step 1, LoRA", "step1_supervised_finetuning", "10,0,0",
+    _chat("LoRA", "step1_supervised_finetuning", "10,0,0",
           " --print_loss --lora_dim 4 --lora_module_name decoder.layers. --only_optimize_lora --lora_learning_rate "
           "3e-2", r"Rank: 0, loss = ([0-9.]+)"),
-    _chat("step 2, reward model", "step2_reward_model_finetuning", "0,10,0", "", r"with loss ([0-9.]+)",
+    _chat("reward model", "step2_reward_model_finetuning", "0,10,0", "", r"with loss ([0-9.]+)",
           beside="plain"),
-    _chat("step 2, DPO", "step2_dpo_finetuning", "0,10,0", " --print_loss", r"Rank: 0, loss = ([0-9.]+)",
+    _chat("DPO", "step2_dpo_finetuning", "0,10,0", " --print_loss", r"Rank: 0, loss = ([0-9.]+)",
           beside="plain"),
     Case(
-        "DeepSpeed-Chat step 3, RLHF", "DeepSpeedExamples",
+        "DeepSpeed-Chat, RLHF", "DeepSpeedExamples",
         "applications/DeepSpeed-Chat/training/step3_rlhf_finetuning", "main.py", r"Critic Loss: ([0-9.]+)",
         "--data_path local/jsonfile --data_split 0,0,10 --actor_model_name_or_path {folder}/opt "
         "--critic_model_name_or_path {folder}/critic --num_padding_at_beginning 1 --actor_zero_stage {stage} "

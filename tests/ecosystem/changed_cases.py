@@ -261,10 +261,12 @@ _OF_ACCELERATE = (
 # timm, Lightning, TRL
 _TIMM_WRAP = "broadcast_buffers=not args.no_ddp_bb)\n        model = task.get_trainable_module()\n"
 _LIT_TRAINER = "L.Trainer(gradient_clip_val=0.25, max_epochs=2, accelerator='cpu', devices=2"
+_LIT_LOG = '        self.log("train_loss", loss, prog_bar=True)\n'
 _SFT = (
-    "--model_name_or_path {folder}/gpt2 --dataset_name {folder}/sft --use_peft --lora_r 4 --lora_target_modules c_attn "
-    "--learning_rate 1e-2 --per_device_train_batch_size 4 --max_steps 12 --logging_steps 1 --report_to none "
-    "--save_strategy no --use_cpu True --bf16 False --max_length 32 --output_dir {out} "
+    "--model_name_or_path {folder}/gpt2 --dataset_name {folder}/sft --use_peft --lora_r 4 "
+    "--lora_target_modules c_attn c_fc --learning_rate 1e-2 --per_device_train_batch_size 4 --max_steps 12 "
+    "--logging_steps 1 --report_to none --save_strategy no --use_cpu True --bf16 False --max_length 32 "
+    "--output_dir {out} "
 )
 _AUTO: dict[str, Any] = {
     "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",
@@ -285,9 +287,10 @@ _OTHERS = (
     ),
     Case(
         "Lightning examples/pytorch/basics/transformer.py, ZeroStrategy", "pytorch-lightning",
-        "examples/pytorch/basics", "transformer.py", r"train_loss=([0-9.]+)", material=(material.words,),
+        "examples/pytorch/basics", "transformer.py", r"^loss ([0-9.]+)", material=(material.words,),
         everywhere=(
             Change("transformer.py", "[n - 4000, 2000, 2000]", "[n - 80, 40, 40]"),
+            Change("transformer.py", _LIT_LOG, f'{_LIT_LOG}        print("loss", loss.item())\n'),
             Change("transformer.py", "gradient_clip_val=0.25, max_epochs=20", _LIT_TRAINER.split("(")[1]),
         ),
         changes=(

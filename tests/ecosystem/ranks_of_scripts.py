@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import random
 import runpy
 import socket
 import sys
@@ -52,9 +53,7 @@ class Start:
 
     @contextmanager
     def _started(self) -> Iterator[tuple[list[BaseProcess], list[int]]]:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = _free_port()
         processes: list[BaseProcess] = []
         readers = []
         for rank in range(self.num_ranks):
@@ -120,6 +119,18 @@ class Start:
         sys.argv = self.arguments
         sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
         runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+def _free_port() -> int:
+    """Below those that the system gives to sockets that name none: it could give one away before rank 0 listens."""
+    while True:
+        port = random.randrange(20_000, 32_000)
+        with socket.socket() as free:
+            try:
+                free.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
 
 
 def _read(reader: int) -> str:

@@ -7,7 +7,7 @@
 No script is part of this repository, and none is changed but for the lines that the table counts. Data, tokenizers and
 models are made on the spot (:mod:`tests.ecosystem.material`). Scripts for transformers 4 run with ``--transformers4``,
 a folder made by ``pip install --target FOLDER --no-deps "transformers==4.57.*" "huggingface_hub<1" "datasets==4.4.*"
-"tokenizers<0.23" "accelerate==1.10.*"``.
+"tokenizers<0.23"``.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ TIMEOUT = 400.0
 """Seconds that one run may take."""
 HEADER = (
     "| script or front end | lines | ranks | stage | loss, first and last | beside | ratio of bytes | "
-    "loss with formats | seconds to the first step, and beside | result |\n|---|---|---|---|---|---|---|---|---|---|"
+    "loss with formats | seconds to the first step | result |\n|---|---|---|---|---|---|---|---|---|---|"
 )
 ABOUT = """# Scripts of others
 
@@ -53,6 +53,8 @@ made on the spot and small.
 - beside: the same script, seed and data over torch's DistributedDataParallel or its own FSDP2.
 - ratio of bytes: what a rank sends with the formats of ZeRO++ (`int8` weights, `int4` gradients; for the others the
   recipe `zeropp`) to what it sends without formats. Loss with formats: of that run.
+- seconds to the first step: rank 0's processor time from the start of the script, with torch imported before, and
+  in parentheses that of the run beside it.
 
 """
 VERSIONS = ("torch", "transformers", "accelerate", "trl", "peft", "lightning", "timm", "torchvision")
@@ -240,7 +242,7 @@ def rows(case: Case, bench: Bench) -> list[str]:
         result = result if run.code == 0 else f"fails: {run.error}"
         lost = [one for one in (beside, compressed) if one.code != 0]
         result += "".join(f"; {'beside' if one is beside else 'with formats'} fails: {one.error}" for one in lost)
-        seconds = " (".join(f"{one.first:.1f}" for one in (run, beside) if one.first is not None)
+        seconds = " (".join(f"{one.first:.1f}" for one in (run, beside) if one.losses)
         cells = (
             case.name, case.num_lines, case.ranks, stage if stage or case.falls else "-", run.ends, beside.ends, ratio,
             compressed.ends, (seconds + ")" * (" (" in seconds)) or "-", "; ".join(filter(None, (result, case.note))),
