@@ -155,6 +155,16 @@ def test_a_real_deepspeed_is_used_or_hidden_never_mixed(tmp_path: Path) -> None:
     assert "0.19.8+zcomm.zero" in _run("-c", hidden, PYTHONPATH=path)
 
 
+def test_a_front_end_that_found_no_deepspeed_is_too_early() -> None:
+    pytest.importorskip("accelerate")
+    late = (
+        "import accelerate, zero.compat\ntry:\n    zero.compat.as_deepspeed()\nexcept Exception as error:\n"
+        "    print(type(error).__name__, error)"
+    )
+    printed = _run("-c", late)
+    assert "StateError accelerate.accelerator looked for deepspeed when it was imported, and found none" in printed
+
+
 SPAWNING = """
 import sys
 import torch.multiprocessing as mp

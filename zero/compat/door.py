@@ -30,19 +30,28 @@ SPAWNED = Path(__file__).parent / "spawned"
 METADATA = (SPAWNED / f"{PACKAGE}-{VERSION}.dist-info" / "METADATA").read_text()
 
 
+DECIDED_AT_IMPORT = ("transformers.integrations.deepspeed", "accelerate.accelerator")
+"""Modules that define other classes if there is no DeepSpeed when they are imported."""
+
+
 def as_deepspeed() -> None:
     """Make ``deepspeed`` mean this library, in this process and those that multiprocessing starts from it.
 
     A second call does nothing.
 
     Raises:
-        StateError: A real DeepSpeed has been imported already.
+        StateError: A real DeepSpeed has been imported already, or a front end that has looked for one and found none.
     """
     if any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return
     if PACKAGE in sys.modules:
         raise StateError(
             f"{PACKAGE} has been imported already, from {getattr(sys.modules[PACKAGE], '__file__', None)}: call "
+            "zero.compat.as_deepspeed() before, or run the script by python -m zero.compat"
+        )
+    if late := [name for name in DECIDED_AT_IMPORT if name in sys.modules]:
+        raise StateError(
+            f"{' and '.join(late)} looked for {PACKAGE} when it was imported, and found none: call "
             "zero.compat.as_deepspeed() before, or run the script by python -m zero.compat"
         )
     sys.meta_path.insert(0, _Finder())
