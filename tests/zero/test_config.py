@@ -189,14 +189,14 @@ def test_what_has_no_effect_is_said() -> None:
     [
         {"amp": {"enabled": True}},
         {"elasticity": {"max_train_batch_size": 8}},
-        {"gradient_allreduce_op": "sum"},
+        {"tensor_parallel": {"autotp_size": 2}},
         {"bf16": {"enabled": True, "bf16_optimizer_states": True}},
     ],
 )
 def test_unavailable_keys_are_refused_unless_off(raw: dict[str, Any]) -> None:
     with pytest.raises(NotAvailableError, match="not available in this version"):
         resolve_config(raw, {})
-    assert resolve_config({"amp": {"enabled": False}, "gradient_allreduce_op": "mean"}, {}).settings.stage == 0
+    assert resolve_config({"amp": {"enabled": False}, "tensor_parallel": {"autotp_size": 1}}, {}).settings.stage == 0
 
 
 @pytest.mark.parametrize(

@@ -190,7 +190,7 @@ def _mean_so_far(location: ParameterLocation) -> Tensor | None:
         mean = location.bucket.views(grads.full)[slot]
     shape = location.bucket.layout.slots[slot].shape
     mean = torch.zeros(shape, device=location.bucket.device) if mean is None else mean.float().clone().view(shape)
-    all_reduce(mean, "avg", group=runtime.topology)
+    all_reduce(mean, runtime.reducer.reduction.op, group=runtime.topology)
     return mean
 
 

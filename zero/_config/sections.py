@@ -8,7 +8,7 @@ from typing import Any
 from zero._config.keys import ignored, key, section
 from zero._config.monitor_sections import Comet, CsvMonitor, TensorBoard, Wandb
 from zero._config.optimizer_options import OPTIMIZER_OPTIONS, SCHEDULER_OPTIONS
-from zero._config.setting_keys import WireSettings
+from zero._config.setting_keys import REDUCE_OPS, WireSettings
 from zero._config.zero_section import ZeroOptimization
 
 DTYPES = ("fp32", "float32", "float", "fp16", "float16", "half", "bf16", "bfloat16")
@@ -243,7 +243,9 @@ class Config:
     wall_clock_breakdown: bool = key(False, "log the times of forward, backward, gather, reduce and step")
     prescale_gradients: bool = ignored(False, "divide gradients before the reduction", "sums are in float32")
     gradient_predivide_factor: float = key(1.0, "-", inactive="sums are in float32")
-    gradient_allreduce_op: str = key("mean", "mean over the ranks", choices=("mean", "sum"), unavailable="'sum'")
+    gradient_allreduce_op: str = key(
+        "mean", "gradients are the mean over the ranks, or their sum (DeepSpeed: below stage 3)", choices=REDUCE_OPS
+    )
     dataloader_drop_last: bool = key(False, "drop an incomplete last batch", false="keep it")
     zcomm: Zcomm = section(Zcomm, "this library's own keys")
     checkpoint: dict[str, Any] = key({}, "checkpoints", inactive="DeepSpeed's checkpoint format only")

@@ -8,6 +8,7 @@ from zcomm._transport.backend_choice import BackendWish, KernelsName
 from zero._config.keys import key, limit
 
 MODES = ("delta_hpz", "delta")
+REDUCE_OPS = ("mean", "sum")
 
 
 @dataclass(frozen=True, kw_only=True)

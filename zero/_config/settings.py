@@ -12,7 +12,7 @@ from zcomm._collectives.auto_format import AUTO
 from zcomm._residuals.residual import check_damping
 from zcomm._transport.backend_choice import BackendName, BackendWish, KernelsName  # noqa: F401  (inherited fields)
 from zero._config.keys import key, own_keys
-from zero._config.setting_keys import StageSettings, WireSettings
+from zero._config.setting_keys import REDUCE_OPS, StageSettings, WireSettings
 from zero._config.value_types import check_document, nearest, read_value
 from zero._sharding.layout import ALIGN
 from zero._sharding.prefetch_plan import Limits
@@ -41,6 +41,7 @@ class ZeroSettings(StageSettings, WireSettings):
     hpz_partition_size: int = key(1, "zero_hpz_partition_size", minimum=1)
     gradient_accumulation_steps: int = key(1, "backwards per step", minimum=1)
     """If it is set, stages 0 and 1 reduce once a step, at the last (``no_sync()`` does so, too)."""
+    gradient_allreduce_op: str = key("mean", "gradients are the mean over the ranks, or their sum", choices=REDUCE_OPS)
     gradient_dtype: torch.dtype | None = None
     """The dtype that gradients accumulate in; default float32 (float64 for float64 parameters)."""
     tiers: Tiers = ON_DEVICE

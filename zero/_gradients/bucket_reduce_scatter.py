@@ -26,6 +26,7 @@ class GradientReduceScatter:
 
     def __init__(self, topology: Topology, settings: ZeroSettings, effective: Effective) -> None:
         self.topology, self.settings, self.effective = topology, settings, effective
+        self.op = "sum" if settings.gradient_allreduce_op == "sum" else "avg"
         # Without overlap each exchange is waited for right away, but with a limit: a rank that has no gradient for this
         # bucket joins only at the end of its backward, so an unlimited wait would deadlock (see ReductionWait).
         self.is_async = settings.overlap_comm or topology.world_size > 1
@@ -73,7 +74,7 @@ class GradientReduceScatter:
                 work = reduce_scatter_single(
                     output[start:stop],
                     full if len(chunks) == 1 else rows[:, start:stop],
-                    "avg",
+                    self.op,
                     group=self.topology,
                     format=wire,
                     numbering="local",

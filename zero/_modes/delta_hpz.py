@@ -60,6 +60,7 @@ class DeltaHpz(DeltaMode):
         return {
             "offload_param (replicas are on the device)": settings.tiers.parameters.tier is not Tier.DEVICE,
             "zero_quantized_nontrainable_weights (replicas have the parameters' dtype)": is_encoded,
+            "gradient_allreduce_op='sum' (nodes exchange means)": settings.gradient_allreduce_op == "sum",
             "hpz_secondary_device='cpu' (replicas are on the device)": settings.hpz_secondary_device == "cpu",
         }
 
