@@ -169,7 +169,7 @@ def test_all_that_is_missing_is_named_at_once() -> None:
     wanted |= {
         "compression_training": {"layer_reduction": {"enabled": True}}, "sparse_attention": {"mode": "fixed"},
         "tensor_parallel": {"autotp_size": 2}, "compile": {"deepcompile": True}, "pipeline": {"stages": 2},
-        "sequence_parallel_size": 2, "sparse_gradients": True,
+        "sequence_parallel_size": 2,
     }  # fmt: skip
     with pytest.raises(NotAvailableError) as caught:
         resolve_config({**wanted, "zero_optimization": {"stage": 2, "mics_shard_size": 2, "zenflow": {}}}, {})

@@ -249,7 +249,7 @@ class Config:
     dataloader_drop_last: bool = key(False, "drop an incomplete last batch", false="keep it")
     zcomm: Zcomm = section(Zcomm, "this library's own keys")
     checkpoint: dict[str, Any] = key({}, "checkpoints", inactive="DeepSpeed's checkpoint format only")
-    sparse_gradients: bool = key(False, "-", unavailable="sparse gradients")
+    sparse_gradients: bool = ignored(False, "-", "gradients of embeddings with sparse=True are made dense")
     sequence_parallel_size: int = key(1, "-", minimum=1, unavailable="sequence parallelism")
     seq_parallel_communication_data_type: str | None = key(
         None, "-", choices=DTYPES, inactive="sequence parallelism only"

@@ -53,7 +53,7 @@ class BucketGrads:
     def put(self, slot: int, grad: Tensor, full: Tensor) -> None:
         """Add the gradient of a parameter to ``full``."""
         at = self.bucket.layout.slots[slot]
-        grad = grad.detach() if grad.requires_grad else grad  # create_graph=True: else the buffer joins the graph
+        grad = _plain(grad)
         view = full[at.offset : at.offset + at.numel].view(at.shape)
         if slot in self.repeated:
             self.repeated[slot].add_(grad)
@@ -68,6 +68,7 @@ class BucketGrads:
 
     def defer(self, slot: int, grad: Tensor) -> None:
         """Keep the gradient of a parameter outside of ``full``, which an exchange reads, until :meth:`complete`."""
+        grad = _plain(grad)
         if slot in self.repeated:
             self.repeated[slot].add_(grad)
         else:
@@ -125,3 +126,9 @@ class InFlight:
     """Buffers of the pool, given back when it is complete: not before, as the exchange reads and writes them."""
     output: Tensor | None
     """The mean; None: it goes to the node sums."""
+
+
+def _plain(grad: Tensor) -> Tensor:
+    """``grad`` without a graph, which the buffer would join (create_graph=True), and dense (sparse=True)."""
+    grad = grad.detach() if grad.requires_grad else grad
+    return grad if grad.layout is torch.strided else grad.to_dense()

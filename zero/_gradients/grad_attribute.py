@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from zcomm import LayoutError, StateError
+from zcomm import StateError
 from zero._gradients.bucket_gradients import BucketGrads
 from zero._sharding.released import ReducedGradient
 
@@ -83,7 +83,6 @@ class GradAttributes:
 
         Raises:
             StateError: It is the stand-in for another gradient.
-            LayoutError: It is sparse.
         """
         found = []
         with torch._C.DisableTorchFunctionSubclass():
@@ -98,8 +97,6 @@ class GradAttributes:
                     f"param.grad of {one.name!r} was set to a stand-in for a gradient of {one.grad.zero_name!r}, which "
                     "was dropped or has changed: set it to a tensor, such as zero.utils.safe_get_full_grad(param)"
                 )
-            if one.grad is not None and one.grad.layout is not torch.strided:
-                raise not_dense(one.grad, one.name)
         return found
 
     def end_edits(self) -> None:
@@ -119,11 +116,6 @@ class GradAttributes:
             if full is not None and full._version != version:
                 self._edits[index] = True
         return self._edits
-
-
-def not_dense(grad: Tensor, name: str) -> LayoutError:
-    """The error for a sparse gradient of parameter ``name``."""
-    return LayoutError(f"gradients must be dense: the gradient of {name!r} is {grad.layout}; use sparse=False")
 
 
 def _is_moved(grads: BucketGrads, slot: int, grad: Tensor) -> bool:

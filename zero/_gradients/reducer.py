@@ -31,7 +31,7 @@ from zcomm._transport.call_context import outside_public_call
 from zero._gradients.accumulation import SCALED_BACKWARDS, Accumulation
 from zero._gradients.bucket_gradients import BucketGrads, InFlight
 from zero._gradients.bucket_reduce_scatter import GradientReduceScatter
-from zero._gradients.grad_attribute import GradAttributes, not_dense
+from zero._gradients.grad_attribute import GradAttributes
 from zero._gradients.step_consistency import OTHER_GATHERS, StepFacts
 from zero._sharding.bucket import Bucket, master_dtype
 from zero._sharding.buffer_pool import BufferPool
@@ -175,8 +175,6 @@ class Reducer(RuntimePart):
         grad = param.grad
         if grad is None:
             return
-        if grad.layout is not torch.strided:
-            raise not_dense(grad, grads.bucket.layout.slots[slot].name)
         if self.factor != 1 and not SCALED_BACKWARDS().num_running:
             grad = grad * self.factor
         if grads.num_in_flight and not self._stage.shards_gradients:

@@ -110,9 +110,6 @@ def check_model(model: nn.Module) -> torch.device:
             )
         if param.requires_grad and not param.is_floating_point():
             raise LayoutError(f"trainable parameters must be real floating point: {name!r} is {param.dtype}")
-    for name, module in model.named_modules():
-        if getattr(module, "sparse", False) is True and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-            raise LayoutError(f"gradients must be dense: module {name!r} was built with sparse=True; use sparse=False")
     return device
 
 
