@@ -130,7 +130,8 @@ class ZeroOptimizer(Optimizer):
         on_every_rank(
             lambda: set_configured(model, values.zero_optimization.leaf_module, stage=plan.settings.stage), topology
         )
-        on_every_rank(lambda: cast(model, plan.dtype, values.data_types.keep_in_fp32_modules), topology)
+        kept = values.data_types.keep_in_fp32_modules
+        on_every_rank(lambda: cast(model, plan.dtype, kept, plan.buffer_dtype), topology)
         groups = as_groups(model, optimizer)
         self._group_of = {param: index for index, group in enumerate(groups) for param in group["params"]}
         settings, chosen = choose_formats(model, plan.settings, topology)

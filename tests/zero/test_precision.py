@@ -345,3 +345,43 @@ def test_presets() -> None:
     }
     with pytest.raises(ConfigError, match="O0, O1, O2, O3"):
         zero.precision_preset("O4")
+
+
+class Rotary(nn.Module):
+    """A table that must not lose precision, and a norm that computes in one dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+        self.register_buffer("frequencies", torch.tensor([1.0, 1.0 + 2**-12]))
+        self.register_buffer("index", torch.arange(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.linear(x)).float().sum()  # type: ignore[no-any-return]
+
+
+def _check_buffers(rank: int, stage: int) -> None:
+    for given, expected in ((None, torch.float32), ("fp16", torch.float16)):
+        types = {} if given is None else {"data_types": {"buffer_dtype": given, "param_dtype": "bf16"}}
+        model = Rotary()
+        with zero_optimizer(model, _sgd(model.parameters()), stage=stage, bf16={"enabled": True}, **types) as optimizer:
+            assert (model.frequencies.dtype, model.index.dtype) == (expected, torch.int64)
+            assert model.norm.running_mean is not None
+            assert model.norm.running_mean.dtype == (torch.bfloat16 if given is None else torch.float16)
+            if given is None:
+                assert model.frequencies[1] == 1.0 + 2**-12
+                model(torch.ones(3, 4, dtype=torch.bfloat16)).backward()
+                optimizer.step()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_buffers_keep_their_dtype_unless_asked(stage: int) -> None:
+    run_ranks(2, _check_buffers, stage)
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+def test_the_dtype_of_parameters_is_that_of_fp16_or_bf16(enabled: bool) -> None:  # noqa: FBT001
+    with pytest.raises(ConfigError, match=r"data_types\.param_dtype must be that of fp16 or bf16"):
+        zero.ZeroOptimizer(
+            Sum(), torch.optim.SGD, lr=1.0, data_types={"param_dtype": "bf16"}, fp16={"enabled": enabled}
+        )

@@ -45,8 +45,23 @@ class ResolvedConfig:
     @property
     def dtype(self) -> torch.dtype | None:
         """The dtype that parameters are cast to; None: they keep theirs."""
-        config = self.configuration.values
-        return torch.float16 if config.fp16.enabled else torch.bfloat16 if config.bf16.enabled else None
+        return _dtype_of(self.configuration.values)
+
+    @property
+    def buffer_dtype(self) -> torch.dtype | None:
+        """The dtype that buffers are cast to; None: they keep theirs."""
+        name = self.configuration.values.data_types.buffer_dtype
+        return None if name is None else to_dtype(name)
+
+
+def _dtype_of(config: Config) -> torch.dtype | None:
+    return torch.float16 if config.fp16.enabled else torch.bfloat16 if config.bf16.enabled else None
+
+
+def _check_param_dtype(config: Config) -> None:
+    name = config.data_types.param_dtype
+    if name is not None and to_dtype(name) != (_dtype_of(config) or torch.float32):
+        raise ConfigError(f"data_types.param_dtype must be that of fp16 or bf16, whichever is enabled: got {name!r}")
 
 
 def resolve_config(config: Source | Configuration | None, options: Mapping[str, Any]) -> ResolvedConfig:
@@ -71,6 +86,7 @@ def resolve_config(config: Source | Configuration | None, options: Mapping[str, 
     elif overlay:
         raise ConfigError(f"keywords cannot override a configuration that has been read already: {', '.join(overlay)}")
     check_available(config)
+    _check_param_dtype(config.values)
     activations_of(config.values)  # raises here, before anything is built
     found = _settings_of(config, has_config=has_config) | ours
     tiers = tiers_of(config.values, stage=found.get("stage", DEFAULT_STAGE))

@@ -67,8 +67,15 @@ class DataTypes:
     grad_accum_dtype: str | None = key(
         None, "the dtype that gradients accumulate in (if absent float32; DeepSpeed: the model's dtype)", choices=DTYPES
     )
-    param_dtype: str | None = key(None, "-", unavailable="param_dtype (use fp16 or bf16)")
-    buffer_dtype: str | None = key(None, "-", unavailable="buffer_dtype (buffers are cast with the parameters)")
+    param_dtype: str | None = key(
+        None, "the dtype of parameters: that of fp16 or bf16, of which one must be enabled", choices=DTYPES
+    )
+    buffer_dtype: str | None = key(
+        None,
+        "the dtype of buffers (if absent they keep theirs; statistics of batch and instance norms follow the "
+        "parameters)",
+        choices=DTYPES,
+    )
     keep_in_fp32_modules: tuple[str, ...] = key(
         (),
         "modules that stay float32 and compute in it, by any part of their dotted name, or by '.' and the full name",

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from zcomm import ConfigError, LayoutError
@@ -19,18 +20,24 @@ from zero._model.init_shards import construction_of
 NARROW = (torch.float16, torch.bfloat16)
 
 
-def cast(model: nn.Module, dtype: torch.dtype | None, kept: Sequence[str] = ()) -> None:
-    """Cast the floating-point parameters and buffers of ``model``; None leaves them as they are.
+def cast(
+    model: nn.Module, dtype: torch.dtype | None, kept: Sequence[str] = (), buffer_dtype: torch.dtype | None = None
+) -> None:
+    """Cast the floating-point parameters and buffers of ``model``.
 
     Args:
         model: Changed in place.
-        dtype: The new dtype, except for modules named in ``kept``.
+        dtype: The new dtype, except for modules named in ``kept``; None leaves parameters as they are.
         kept: Parts of dotted names, or "." and a full name. Such modules become float32 and compute in float32: 16-bit
             inputs are widened for them, and their outputs are cast back to the dtype of the inputs.
+        buffer_dtype: The same for buffers. The statistics of batch and instance norms follow their parameters if it is
+            None: torch computes with one dtype.
 
     Raises:
         ConfigError: A name in ``kept`` matches no module.
     """
+    buffers = _floating_buffers(model, has_statistics=buffer_dtype is not None)
+    _put(buffers, buffer_dtype)
     if dtype is None:
         return
     names = {part for name, _ in model.named_modules() for part in (name, f".{name}", *name.split("."))}
@@ -39,11 +46,32 @@ def cast(model: nn.Module, dtype: torch.dtype | None, kept: Sequence[str] = ()) 
             raise ConfigError(f"keep_in_fp32_modules must name modules: there is no {name!r} in {type(model).__name__}")
     before = list(model.parameters())
     _convert(model, dtype=dtype)
+    _put(buffers, buffer_dtype)
     for name, module in model.named_modules():
         if any(part in kept for part in (name, f".{name}", *name.split("."))):
             _convert(module, dtype=torch.float32)
             _widen_inputs(module)
     _check_same(before, model)
+
+
+Buffers = dict[tuple[nn.Module, str], Tensor]
+
+
+def _floating_buffers(model: nn.Module, *, has_statistics: bool) -> Buffers:
+    """The floating-point buffers of ``model`` by their module and name, the statistics of norms among them if asked."""
+    return {
+        (module, name): buffer
+        for module in model.modules()
+        if has_statistics or not isinstance(module, _NormBase)
+        for name, buffer in module._buffers.items()
+        if buffer is not None and buffer.is_floating_point()
+    }
+
+
+def _put(buffers: Buffers, dtype: torch.dtype | None) -> None:
+    """Set ``buffers``, cast to ``dtype``."""
+    for (module, name), buffer in buffers.items():
+        module._buffers[name] = buffer.to(dtype)
 
 
 def move(model: nn.Module, device: torch.device) -> None:
