@@ -265,3 +265,20 @@ def test_mistakes_are_named(kind: str, params: dict[str, Any], message: str) -> 
 def test_all_five_are_there() -> None:
     assert set(SCHEDULERS) == {"LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"}
     assert {kind for kind, _, _ in CURVES.values()} == set(SCHEDULERS)
+
+
+def test_the_momentum_of_one_cycle_can_be_asked_for() -> None:
+    optimizer = torch.optim.Adam([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    cycle: dict[str, Any] = {
+        "cycle_min_lr": 0.1,
+        "cycle_max_lr": 0.2,
+        "cycle_first_step_size": 2,
+        "cycle_second_step_size": 0,
+    }
+    schedule: Any = SCHEDULERS["OneCycle"](optimizer, **cycle, cycle_min_mom=0.5, cycle_max_mom=0.75)
+    found = [schedule.get_mom()]
+    schedule.step(0)
+    assert found == [[(0.75, 0.999)]]
+    assert schedule.get_mom() == [optimizer.param_groups[0]["betas"]] == [(0.625, 0.999)]
+    schedule = SCHEDULERS["OneCycle"](optimizer, **cycle, cycle_momentum=False)
+    assert schedule.get_mom() is None

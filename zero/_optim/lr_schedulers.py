@@ -251,7 +251,7 @@ class OneCycle(_BatchScheduler):
         self._high = _for_groups(cycle_max_lr, optimizer, "cycle_max_lr")
         self._first = _check_steps("cycle_first_step_size", chosen["cycle_first_step_size"])
         second, stairs = chosen["cycle_second_step_size"], chosen["cycle_second_stair_count"]
-        self._second = self._first if second is None else _check_steps("cycle_second_step_size", second)
+        self._second = self._first if second is None else _check_steps("cycle_second_step_size", second, least=0)
         self._first_stairs = int(chosen["cycle_first_stair_count"])
         self._second_stairs = self._first_stairs if stairs is None else int(stairs)
         self._decay_step = chosen["decay_step_size"]
@@ -278,10 +278,9 @@ class OneCycle(_BatchScheduler):
 
     def get_lr(self) -> list[float]:  # type: ignore[override]
         """The learning rate of every group at this batch; sets the momentum beside it."""
-        is_cycling = self.batch < self._first + self._second
-        if self._cycles_momentum:
-            self._set_momentum(is_cycling=is_cycling)
-        if is_cycling:
+        for group, momentum in zip(self.optimizer.param_groups, self.get_mom() or (), strict=False):
+            group.update({name: momentum for name in ("betas", "momentum") if name in group})
+        if self.batch < self._first + self._second:
             height = self._height()
             return [low + (high - low) * height for low, high in zip(self._low, self._high, strict=True)]
         return [low / self._decay(self._decay_lr) for low in self._low]
@@ -289,13 +288,15 @@ class OneCycle(_BatchScheduler):
     def step(self, batch_iteration: int | None = None) -> None:  # DeepSpeed's name, which lr_kwargs may give
         super().step(batch_iteration)
 
-    def _set_momentum(self, *, is_cycling: bool) -> None:
+    def get_mom(self) -> list[Any] | None:
+        """The ``betas`` or the ``momentum`` of every group at this batch; None: they do not cycle."""
+        if not self._cycles_momentum:
+            return None
+        is_cycling, found = self.batch < self._first + self._second, list[Any]()
         for group, low, high in zip(self.optimizer.param_groups, self._low_mom, self._high_mom, strict=True):
             momentum = high - (high - low) * self._height() if is_cycling else high * self._decay(self._decay_mom)
-            if "betas" in group:
-                group["betas"] = (momentum, group["betas"][1])
-            elif "momentum" in group:
-                group["momentum"] = momentum
+            found.append((momentum, group["betas"][1]) if "betas" in group else momentum)
+        return found
 
 
 SCHEDULERS: dict[str, Callable[..., LRScheduler]] = {
