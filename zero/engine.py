@@ -166,6 +166,15 @@ class Engine(nn.Module):
         is_managed = self._config.managed_gradient_accumulation
         self.optimizer.parts.runtime.reducer.factor = 1 / self.gradient_accumulation_steps() if is_managed else 1.0
 
+    def _num_samples(self) -> int:
+        """Samples of the step that is about to end, over all ranks; 1 if the configuration has no batch size."""
+        train = self.train_batch_size()
+        if train is None or self._config.managed_gradient_accumulation:
+            return train or 1
+        return (
+            train // self.gradient_accumulation_steps() * self.optimizer.parts.runtime.reducer.accumulation.num_started
+        )
+
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """At the accumulation boundary: clip, update, clear the gradients, advance the schedule. Otherwise only count.
 
@@ -174,11 +183,12 @@ class Engine(nn.Module):
         """
         self._was_step_applied = False
         if self.is_gradient_accumulation_boundary():
+            num_samples = self._num_samples()
             with self._reports.around("step"):
                 self.optimizer.step()
                 self.optimizer.zero_grad()
             self.global_steps += 1
-            self.global_samples += self.train_batch_size() or 1
+            self.global_samples += num_samples
             self._was_step_applied = self.optimizer.was_step_applied
             if not self._was_step_applied:
                 self.skipped_steps += 1

@@ -307,6 +307,81 @@ def test_what_deepspeeds_own_tests_read(stage: int) -> None:
     run_ranks(2, _check_what_deepspeeds_tests_read, stage)
 
 
+def test_what_a_configuration_builds_is_of_deepspeeds_class() -> None:
+    params = [nn.Parameter(torch.ones(2))]
+    assert isinstance(torch.optim.AdamW(params), optimizers.FusedAdam)
+    assert isinstance(zero.Lion(params), optimizers.FusedLion)
+    assert isinstance(zero.CPUAdam(params), optimizers.DeepSpeedCPUAdam)
+    assert not isinstance(torch.optim.SGD(params), optimizers.FusedAdam)
+    own = type("Own", (optimizers.DeepSpeedCPUAdam,), {})
+    assert isinstance(own(params), own)
+    assert not isinstance(zero.CPUAdam(params), own)
+
+
+def test_a_configuration_has_solved_batch_sizes_and_monitors() -> None:
+    config = engine.DeepSpeedConfig({"train_batch_size": 64, "csv_monitor": {"enabled": True}})
+    sizes = config.train_batch_size, config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps
+    assert sizes == (64, 64, 1)
+    assert config.monitor_config.csv_monitor.enabled
+    assert not config.monitor_config.wandb.enabled
+
+
+def _check_scaling(rank: int) -> None:
+    fp16 = {"enabled": True, "initial_scale_power": 4, "loss_scale_window": 7, "min_loss_scale": 2.0}
+    built = _engine(1, nn.Linear(8, 4), fp16=fp16)
+    optimizer = cast("engine.DeepSpeedOptimizer", built.optimizer)
+    scaler = optimizer.loss_scaler
+    assert (scaler.cur_scale, scaler.scale_window, scaler.scale_factor, scaler.min_scale) == (16.0, 7, 2.0, 2.0)
+    x = torch.ones(2, 8, dtype=torch.float16)
+    with pytest.raises(AssertionError, match=r"loss must be a scalar tensor with a graph: shape=\(2, 4\)"):
+        built.scale(built(x))
+    with pytest.raises(engine.LossError):
+        built.scale(torch.ones(()))
+    for _ in range(2):
+        built.scale(built(x).sum()).backward()
+        built.step()
+    built.scale(built(x).sum() * float("inf" if rank else 1.0)).backward()
+    optimizer.check_overflow()
+    assert optimizer.overflow
+    built.step()
+    assert (built.skipped_steps, optimizer.overflow) == (1, True)
+    built.destroy()
+
+
+def test_the_loss_scale_by_deepspeeds_names() -> None:
+    run_ranks(2, _check_scaling)
+
+
+def _check_samples(rank: int) -> None:
+    built = _engine(2, nn.Linear(8, 1), managed_gradient_accumulation=False)
+    for count in (1, 4):
+        for _ in range(count):
+            built.backward(built(torch.ones(2, 8)).sum())
+        built.step()
+    assert (built.global_steps, built.global_samples) == (2, 5 * 2 * 2)
+    built.destroy()
+
+
+def test_samples_are_those_of_the_backwards_where_the_user_decides_when_to_step() -> None:
+    run_ranks(2, _check_samples)
+
+
+def _check_loaders(rank: int) -> None:
+    built = _engine(1, nn.Linear(1, 1))
+    data = torch.arange(12.0).unsqueeze(1)
+    ordered = built.deepspeed_io(data, route="eval")
+    assert torch.cat(list(ordered)).flatten().tolist() == [float(n) for n in range(rank, 12, 2)]
+    train = built.deepspeed_io(data, batch_size=3, num_local_io_workers=1)
+    assert (train.loader.num_workers, train.loader.pin_memory, len(train)) == (1, torch.cuda.is_available(), 2)
+    sampled = built.deepspeed_io(data, data_sampler=[3, 1], pin_memory=False)
+    assert torch.cat(list(sampled)).flatten().tolist() == [3.0, 1.0]
+    built.destroy()
+
+
+def test_a_dataloader_is_made_as_asked() -> None:
+    run_ranks(2, _check_loaders)
+
+
 def test_a_universal_checkpoint_is_a_copy(tmp_path: Path) -> None:
     (tmp_path / "tag").mkdir()
     (tmp_path / "tag" / "shard").write_bytes(b"weights")

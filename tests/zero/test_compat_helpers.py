@@ -1,10 +1,11 @@
 """Small names of zero.compat that public scripts of DeepSpeed use: see tests/ecosystem."""
 
 # covers zero/compat/op_builders.py zero/compat/sections.py
-# covers zero/compat/accelerator.py zero/compat/resident_memory.py zero/compat/timers.py
+# covers zero/compat/accelerator.py zero/compat/resident_memory.py zero/compat/timers.py zero/compat/monitors.py
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +16,7 @@ from tests.ranks import run_ranks
 from tests.zero.training import zero_optimizer
 from zcomm import ConfigError, StateError
 from zero import GatheredParameters, NotAvailableError
-from zero.compat import helpers, op_builders, sections
+from zero.compat import helpers, monitors, op_builders, sections
 from zero.compat.accelerator import DeepSpeedAccelerator
 from zero.compat.timers import ThroughputTimer
 
@@ -99,7 +100,23 @@ def test_sections_have_the_values_of_a_configuration() -> None:
     with pytest.raises(ConfigError, match="bf16 must be given once"):
         sections.get_bfloat16_config({"bf16": {}, "bfloat16": {}})
     assert [sections.get_gradient_clipping(one) for one in ({}, {"gradient_clipping": 0.5})] == [1.0, 0.5]
-    assert sections.DeepSpeedMonitorConfig(csv_monitor={"enabled": True, "output_path": "a"}).csv_monitor.enabled
+    assert (section.offload_optimizer, sections.DeepSpeedZeroConfig().offload_param) == (None, None)
+    assert sections.ZeroStageEnum(section.stage) is sections.ZeroStageEnum.weights
+
+
+def test_monitors_of_single_sections_write_on_the_first_rank(tmp_path: Path) -> None:
+    given = {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}
+    config = monitors.DeepSpeedMonitorConfig(csv_monitor=given, train_batch_size=2)
+    assert config.enabled
+    assert not monitors.DeepSpeedMonitorConfig().enabled
+    single, none = monitors.csvMonitor(config.csv_monitor), monitors.WandbMonitor(config.wandb)
+    assert (single.enabled, single.output_path, single.job_name) == (True, str(tmp_path), "job")
+    assert (none.enabled, none.project) == (False, "deepspeed")
+    for monitor in (single, none, monitors.MonitorMaster(config)):
+        monitor.write_events([("Train/loss", torch.tensor(0.5), 7)])
+    assert (tmp_path / "job" / "Train_loss.csv").read_text().split() == ["step,loss", "7,0.5", "7,0.5"]
+    with pytest.raises(AttributeError, match="nonsense"):
+        _ = config.nonsense
 
 
 def test_builders_say_what_there_is_and_build_nothing() -> None:

@@ -80,7 +80,7 @@ class DynamicLossScale:
                 f"loss_scale_window={window}, hysteresis={hysteresis}, min_loss_scale={min_scale}"
             )
         self.scale = 2.0**initial_scale_power
-        self._window, self._hysteresis, self._min_scale = window, hysteresis, min_scale
+        self.window, self._hysteresis, self.min_scale = window, hysteresis, min_scale
         self._is_consecutive = consecutive_hysteresis
         self._hysteresis_left = hysteresis
         self._num_good = 0
@@ -96,17 +96,17 @@ class DynamicLossScale:
             if self._hysteresis_left > 1:
                 self._hysteresis_left -= 1
                 return
-            if self.scale <= self._min_scale:
+            if self.scale <= self.min_scale:
                 raise StateError(
-                    f"gradients overflow at the smallest loss scale, min_loss_scale={self._min_scale:g}: the model or "
+                    f"gradients overflow at the smallest loss scale, min_loss_scale={self.min_scale:g}: the model or "
                     "its input has values that float16 cannot hold; use bf16, a smaller learning rate, or a lower "
                     "min_loss_scale"
                 )
-            self.scale = max(self.scale / 2, self._min_scale)
+            self.scale = max(self.scale / 2, self.min_scale)
             return
         if self._is_consecutive:
             self._hysteresis_left = self._hysteresis
-        if self._num_good and self._num_good % self._window == 0:
+        if self._num_good and self._num_good % self.window == 0:
             self._hysteresis_left = self._hysteresis
             self.scale *= 2
         self._num_good += 1

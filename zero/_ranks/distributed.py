@@ -140,6 +140,8 @@ class RankDataLoader:
         batch_size: Samples per batch on each rank.
         collate_fn: See torch's DataLoader.
         drop_last: Drop an incomplete last batch.
+        shuffle: False: the samples in their order.
+        options: Others of torch's DataLoader.
     """
 
     def __init__(
@@ -150,14 +152,16 @@ class RankDataLoader:
         batch_size: int,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         drop_last: bool = False,
+        shuffle: bool = True,
+        **options: Any,
     ) -> None:
         if not hasattr(dataset, "__len__"):
             raise StateError(f"training_data must be a dataset with a length: training_data={type(dataset).__name__}")
         self.sampler: DistributedSampler[Any] = DistributedSampler(
-            dataset, num_replicas=ranks.world_size, rank=ranks.rank, drop_last=drop_last
+            dataset, num_replicas=ranks.world_size, rank=ranks.rank, shuffle=shuffle, drop_last=drop_last
         )
         self.loader: DataLoader[Any] = DataLoader(
-            dataset, batch_size=batch_size, sampler=self.sampler, collate_fn=collate_fn, drop_last=drop_last
+            dataset, batch_size, sampler=self.sampler, collate_fn=collate_fn, drop_last=drop_last, **options
         )
         self._num_passes = 0
 

@@ -14,18 +14,26 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zero
-from zcomm import ConfigError
+from zcomm import ConfigError, StateError
 from zero._checkpoint.export import read_weights
 from zero._config import read_source
+from zero._config.batch import solve_batch_sizes
 from zero._config.parse import Configuration, Source, read_file
 from zero._config.resolved import to_dtype
 from zero._optim.loss_scale import DynamicLossScale
 from zero._ranks.distributed import DataParallel, RankDataLoader
 from zero.compat import comm
+from zero.compat.monitors import DeepSpeedMonitorConfig
 from zero.compat.timers import ThroughputTimer
 from zero.initialize import Initialized
 
 DeepSpeedConfigError = ConfigError
+
+
+class LossError(StateError, AssertionError):
+    """The error of ``engine.scale()``, which DeepSpeed's is an AssertionError."""
+
+
 ZeRORuntimeException = zero.CheckpointError
 """What scripts catch around ``load_checkpoint``. That another number of ranks saved it is no error here."""
 GRADIENT_CLIPPING = 1.0
@@ -55,11 +63,20 @@ class DeepSpeedConfig:
     def __init__(self, config: Source, mpu: Any = None, mesh_device: Any = None) -> None:
         self._param_dict = with_defaults(config)
         self._values = read_source(self._param_dict).values
+        world_size = dist.get_world_size() if dist.is_initialized() else 1
+        sizes = solve_batch_sizes(self._values, world_size if mpu is None else mpu.get_data_parallel_world_size())
+        self.train_batch_size, self.train_micro_batch_size_per_gpu = sizes.train, sizes.micro
+        self.gradient_accumulation_steps = sizes.accumulation
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
         return getattr(self._values, name)
+
+    @property
+    def monitor_config(self) -> DeepSpeedMonitorConfig:
+        """The sections of monitors."""
+        return DeepSpeedMonitorConfig(**self._param_dict)
 
     @property
     def zero_config(self) -> Any:
@@ -80,10 +97,46 @@ class DeepSpeedConfig:
 class LossScaler:
     """What scripts read of DeepSpeed's ``optimizer.loss_scaler`` and ``optimizer.loss_scale_config``."""
 
+    raise_error_at_min_scale = True
+
     def __init__(self, optimizer: DeepSpeedOptimizer) -> None:
-        self.dynamic_loss_scale = optimizer.dynamic_loss_scale
-        self.cur_scale = self.loss_scale = optimizer.cur_scale
-        self.cur_iter = optimizer.num_boundaries
+        self._optimizer = optimizer
+
+    @property
+    def dynamic_loss_scale(self) -> bool:
+        """Whether the scale changes."""
+        return self._optimizer.dynamic_loss_scale
+
+    @property
+    def cur_scale(self) -> float:
+        """The scale."""
+        return self._optimizer.cur_scale
+
+    loss_scale = cur_scale
+
+    @property
+    def cur_iter(self) -> int:
+        """Steps so far, skipped ones included."""
+        return self._optimizer.num_boundaries
+
+    @property
+    def scale_window(self) -> int | None:
+        """Steps without an overflow before the scale doubles; None: it is constant."""
+        scale = self._optimizer.loss_scale
+        return scale.window if isinstance(scale, DynamicLossScale) else None
+
+    @property
+    def min_scale(self) -> float | None:
+        """The smallest scale; None: it is constant."""
+        scale = self._optimizer.loss_scale
+        return scale.min_scale if isinstance(scale, DynamicLossScale) else None
+
+    min_loss_scale = min_scale
+
+    @property
+    def scale_factor(self) -> float | None:
+        """By which it doubles and halves; None: it is constant."""
+        return 2.0 if self.dynamic_loss_scale else None
 
 
 class DeepSpeedOptimizer(zero.ZeroOptimizer):
@@ -100,6 +153,10 @@ class DeepSpeedOptimizer(zero.ZeroOptimizer):
         self.overflow = not self.was_step_applied
         self.num_boundaries += 1
         return result
+
+    def check_overflow(self, partition_gradients: bool = True) -> None:
+        """Set :attr:`overflow` to whether a gradient has an infinity or a NaN on any rank. Collective."""
+        self.overflow = self._gradients.has_overflow()
 
     @property
     def cur_scale(self) -> float:
@@ -175,7 +232,17 @@ class DeepSpeedEngine(zero.Engine):
         return dict(self._configuration.raw)
 
     sparse_tensor_module_names: frozenset[str] = frozenset()
-    """Modules whose gradients are exchanged as sparse tensors: none."""
+    """Parameters whose gradients are exchanged as sparse tensors: none."""
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """See :meth:`zero.Engine.scale`.
+
+        Raises:
+            LossError: ``loss`` has more than one element, or no graph.
+        """
+        if loss.numel() != 1 or loss.grad_fn is None:
+            raise LossError(f"loss must be a scalar tensor with a graph: shape={tuple(loss.shape)}")
+        return super().scale(loss)
 
     @property
     def global_rank(self) -> int:
@@ -401,15 +468,16 @@ class DeepSpeedEngine(zero.Engine):
         num_local_io_workers: int | None = None,
     ) -> Any:
         """A dataloader of this rank's share of ``dataset``, or of what ``data_sampler`` gives."""
-        size = batch_size or self.train_micro_batch_size_per_gpu() or 1
+        given: dict[str, Any] = {
+            "batch_size": batch_size or self.train_micro_batch_size_per_gpu() or 1,
+            "collate_fn": collate_fn,
+            "drop_last": self._config.dataloader_drop_last,
+            "num_workers": num_local_io_workers or 0,
+            "pin_memory": pin_memory and torch.cuda.is_available(),
+        }
         if data_sampler is not None:
-            workers = num_local_io_workers or 0
-            return torch.utils.data.DataLoader(
-                dataset, size, sampler=data_sampler, collate_fn=collate_fn, num_workers=workers
-            )
-        ranks = DataParallel(self.data_parallel_group)
-        drop_last = self._config.dataloader_drop_last
-        return RankDataLoader(dataset, ranks, batch_size=size, collate_fn=collate_fn, drop_last=drop_last)
+            return torch.utils.data.DataLoader(dataset, sampler=data_sampler, **given)
+        return RankDataLoader(dataset, DataParallel(self.data_parallel_group), shuffle=route == "train", **given)
 
     def allreduce_gradients(self, bucket_size: int | None = None) -> None:
         """Do nothing: the backward at the boundary averages gradients."""

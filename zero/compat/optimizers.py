@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABCMeta
 from typing import Any
 
 import torch
@@ -10,7 +11,15 @@ import zero
 from zcomm import ConfigError
 
 
-class DeepSpeedCPUAdam(zero.CPUAdam):
+class _OfBase(ABCMeta):
+    """The class of these: what a configuration builds, an object of the first base, is an instance of them, too."""
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        is_listed = cls.__module__ == __name__
+        return super().__instancecheck__(instance) or (is_listed and isinstance(instance, cls.__mro__[1]))
+
+
+class DeepSpeedCPUAdam(zero.CPUAdam, metaclass=_OfBase):
     """:class:`zero.CPUAdam`."""
 
     def __init__(
@@ -31,7 +40,7 @@ class DeepSpeedCPUAdam(zero.CPUAdam):
         )  # fmt: skip
 
 
-class DeepSpeedCPUAdagrad(zero.CPUAdagrad):
+class DeepSpeedCPUAdagrad(zero.CPUAdagrad, metaclass=_OfBase):
     """:class:`zero.CPUAdagrad`."""
 
     def __init__(
@@ -50,7 +59,7 @@ class DeepSpeedCPUAdagrad(zero.CPUAdagrad):
         )
 
 
-class DeepSpeedCPULion(zero.CPULion):
+class DeepSpeedCPULion(zero.CPULion, metaclass=_OfBase):
     """:class:`zero.CPULion`."""
 
     def __init__(
@@ -66,7 +75,7 @@ class DeepSpeedCPULion(zero.CPULion):
         )
 
 
-class FusedAdam(torch.optim.Adam):
+class FusedAdam(torch.optim.Adam, metaclass=_OfBase):
     """:class:`torch.optim.AdamW`, or Adam with ``adam_w_mode=False``."""
 
     def __init__(
@@ -86,7 +95,7 @@ class FusedAdam(torch.optim.Adam):
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, decoupled_weight_decay=adam_w_mode)
 
 
-class FusedLion(zero.Lion):
+class FusedLion(zero.Lion, metaclass=_OfBase):
     """:class:`zero.Lion`."""
 
     def __init__(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from enum import IntEnum
 from typing import Any, ClassVar
 
 from zcomm import ConfigError
@@ -50,10 +51,25 @@ class DeepSpeedZeroOffloadOptimizerConfig(_Section):
         return bool(self._values.pipeline_read or self._values.pipeline_write)
 
 
+class ZeroStageEnum(IntEnum):
+    """The stages."""
+
+    disabled = 0
+    optimizer_states = 1
+    gradients = 2
+    weights = max_stage = 3
+
+
 class DeepSpeedZeroConfig(_Section):
     """``zero_optimization``."""
 
     path = ("zero_optimization",)
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        param, states = given.get("offload_param"), given.get("offload_optimizer")
+        self.offload_param = None if param is None else DeepSpeedZeroOffloadParamConfig(**param)
+        self.offload_optimizer = None if states is None else DeepSpeedZeroOffloadOptimizerConfig(**states)
 
 
 class DeepSpeedFP16Config(_Section):
@@ -66,18 +82,6 @@ class DeepSpeedBF16Config(_Section):
     """``bf16``."""
 
     path = ("bf16",)
-
-
-class DeepSpeedMonitorConfig:
-    """The sections of monitors."""
-
-    def __init__(self, **given: Any) -> None:
-        self._values = read_source(given).values
-
-    def __getattr__(self, name: str) -> Any:
-        if name in ("tensorboard", "csv_monitor", "wandb", "comet"):
-            return getattr(self._values, name)
-        raise AttributeError(name)
 
 
 def get_bfloat16_config(param_dict: Mapping[str, Any]) -> DeepSpeedBF16Config:
