@@ -57,7 +57,7 @@ assert not hasattr(nn.Parameter, "ds_id")
 """
 
 OPEN = """
-import importlib, importlib.metadata, sys
+import importlib, importlib.metadata, importlib.util, sys
 import zero.compat
 zero.compat.as_deepspeed()
 zero.compat.as_deepspeed()
@@ -77,6 +77,8 @@ for line in sys.argv[1:]:
 for name in ("init_inference", "PipelineModule"):
     assert not isinstance(3, getattr(deepspeed, name))
 assert not hasattr(deepspeed, "nonsense")
+assert importlib.util.find_spec("deepspeed.nonsense") is importlib.util.find_spec("deepspeed.pipe.nonsense") is None
+assert importlib.util.find_spec("deepspeed.comm") is not None
 from zero.compat import names
 for module, found in names.NAMES.items():  # every listed name is there
     opened = importlib.import_module("deepspeed" + ("." + module if module else ""))

@@ -115,6 +115,7 @@ def all_gather_into_tensor(output_tensor: Tensor, tensor: Tensor, group: Any = N
 
 
 allgather_fn = all_gather_into_tensor
+inference_all_reduce = dist.all_reduce
 
 
 def configure(*_: Any, **__: Any) -> None:

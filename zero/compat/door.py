@@ -74,6 +74,8 @@ class _Finder(importlib.abc.MetaPathFinder):
             return None
         own = name[len(PACKAGE) + 1 :]
         if own not in MODULES:
+            if not _is_import():
+                return None
             # Without a name in the error Python passes it on from `from deepspeed import X`, with its text.
             raise ModuleNotFoundError(_absent(own))
         spec = importlib.machinery.ModuleSpec(name, _Loader(own), origin=__file__, is_package=True)
@@ -86,6 +88,12 @@ class _Finder(importlib.abc.MetaPathFinder):
         """Answer ``importlib.metadata``: front ends look for a distribution before they import it."""
         if context is None or context.name is None or context.name.lower() == PACKAGE:
             yield _Distribution()
+
+
+def _is_import() -> bool:
+    """Whether the finder that calls this serves an import, and not a question: ``importlib.util.find_spec()``."""
+    frame = sys._getframe(3)  # this, the finder and importlib's own _find_spec() lie between
+    return frame.f_code.co_name == "_find_and_load_unlocked"
 
 
 class _Loader(importlib.abc.Loader):

@@ -34,6 +34,9 @@ torch_info = dict.fromkeys(("version", "cuda_version", "nccl_version", "hip_vers
 DEEPSPEED_ENVIRONMENT_NAME = ".deepspeed_env"
 """The file that DeepSpeed's launcher reads; accelerate names it."""
 DeepSpeedDataLoader = DataLoader
+non_reentrant_checkpoint = zero.checkpoint
+LinearModuleForZeroStage3, zero3_linear_wrap = nn.Linear, nn.functional.linear
+"""Torch's: here a saved weight is released and gathered again whatever computes with it."""
 
 
 class OffloadDeviceEnum(str, Enum):

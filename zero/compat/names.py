@@ -9,6 +9,7 @@ _ENGINE, _HELPERS, _OPTIMIZERS = "zero.compat.engine", "zero.compat.helpers", "z
 _PARAMETERS, _COMM, _ACCELERATOR = "zero.compat.parameters", "zero.compat.comm", "zero.compat.accelerator"
 _FRAGMENTS = "safe_get_full_fp32_param safe_get_local_fp32_param safe_update_full_grad_vectorized"
 _SECTIONS, _SPELLINGS = "zero.compat.sections", "zero.compat.spellings"
+_MONITORS = "zero.compat.monitors"
 _CHECKPOINTS, _BUILDERS = "zero.compat.checkpoint_files", "zero.compat.op_builders"
 _LOGGING = "logger log_dist log_dist_once set_log_level_from_string print_rank_0 warning_once"
 _GATHERING = {"zero": "Init GatheredParameters register_external_parameter unregister_external_parameter"}
@@ -17,7 +18,9 @@ _ZERO_2 = "estimate_zero2_model_states_mem_needs_all_live estimate_zero2_model_s
 _SCHEDULES = "LRRangeTest OneCycle WarmupLR WarmupDecayLR WarmupCosineLR"
 _OPS = (
     "OpBuilder ALL_OPS CPUAdamBuilder CPUAdagradBuilder CPULionBuilder FusedAdamBuilder FusedLionBuilder "
-    "AsyncIOBuilder FusedLambBuilder QuantizerBuilder UtilsBuilder"
+    "AsyncIOBuilder FusedLambBuilder QuantizerBuilder UtilsBuilder EvoformerAttnBuilder FPQuantizerBuilder GDSBuilder "
+    "InferenceBuilder PinMemoryBuilder RandomLTDBuilder SparseAttnBuilder SpatialInferenceBuilder "
+    "StochasticTransformerBuilder TransformerBuilder"
 )
 
 NAMES: dict[str, dict[str, str]] = {
@@ -40,10 +43,11 @@ NAMES: dict[str, dict[str, str]] = {
     "comm": {
         _COMM: "init_distributed is_initialized get_local_rank get_global_rank log_summary configure get_world_group "
         "has_all_gather_into_tensor has_reduce_scatter_tensor get_all_ranks_from_group all_gather_into_tensor "
-        "allgather_fn"
+        "allgather_fn inference_all_reduce"
     },
     "comm.comm": {
-        _COMM: "init_distributed get_local_rank get_global_rank log_summary configure all_gather_into_tensor"
+        _COMM: "init_distributed get_local_rank get_global_rank log_summary configure all_gather_into_tensor "
+        "inference_all_reduce"
     },
     "compression.helper": {_HELPERS: "recursive_getattr recursive_setattr"},
     "constants": {_COMM: "TORCH_DISTRIBUTED_DEFAULT_PORT CROSS_RANK CROSS_SIZE LOCAL_RANK"},
@@ -63,8 +67,14 @@ NAMES: dict[str, dict[str, str]] = {
     "ops.lion.cpu_lion": {_OPTIMIZERS: "DeepSpeedCPULion"},
     "ops.lion.fused_lion": {_OPTIMIZERS: "FusedLion"},
     "ops.op_builder": {_BUILDERS: _OPS},
+    "runtime.activation_checkpointing.checkpointing": {_HELPERS: "non_reentrant_checkpoint"},
     "runtime.base_optimizer": {_ENGINE: "DeepSpeedOptimizer ZeROOptimizer"},
-    "monitor.config": {_SECTIONS: "DeepSpeedMonitorConfig"},
+    "monitor.comet": {_MONITORS: "CometMonitor"},
+    "monitor.config": {_MONITORS: "DeepSpeedMonitorConfig"},
+    "monitor.csv_monitor": {_MONITORS: "csvMonitor"},
+    "monitor.monitor": {_MONITORS: "MonitorMaster TensorBoardMonitor WandbMonitor csvMonitor CometMonitor"},
+    "monitor.tensorboard": {_MONITORS: "TensorBoardMonitor"},
+    "monitor.wandb": {_MONITORS: "WandbMonitor"},
     "runtime.config": {_ENGINE: "DeepSpeedConfig DeepSpeedConfigError", _SECTIONS: "get_gradient_clipping"},
     "runtime.dataloader": {_HELPERS: "RepeatingLoader DeepSpeedDataLoader"},
     "runtime.engine": {_ENGINE: "DeepSpeedEngine"},
@@ -76,7 +86,8 @@ NAMES: dict[str, dict[str, str]] = {
     },
     "runtime.zero": {**_GATHERING, _PARAMETERS: "ZeroParamStatus", _HELPERS: "unwrap_model_for_generation"},
     "runtime.zero.config": {
-        _SECTIONS: "DeepSpeedZeroConfig DeepSpeedZeroOffloadParamConfig DeepSpeedZeroOffloadOptimizerConfig"
+        _SECTIONS: "DeepSpeedZeroConfig DeepSpeedZeroOffloadParamConfig DeepSpeedZeroOffloadOptimizerConfig "
+        "ZeroStageEnum"
     },
     "runtime.zero.offload_config": {
         _HELPERS: "OffloadDeviceEnum OffloadStateTypeEnum",
@@ -85,6 +96,7 @@ NAMES: dict[str, dict[str, str]] = {
     "runtime.zero.leaf_module_config": {
         _SPELLINGS: "DEFAULT_LEAF_MODULE_CLASSES DEFAULT_LEAF_MODULE_NAMES DEFAULT_LEAF_MODULE_NAME_SUFFIXES"
     },
+    "runtime.zero.linear": {_HELPERS: "LinearModuleForZeroStage3 zero3_linear_wrap"},
     "runtime.zero.partition_parameters": {
         **_GATHERING,
         _PARAMETERS: "ZeroParamStatus ZeroParamType is_zero_param zero_wrapper_for_fp_tensor_constructor "
@@ -148,6 +160,8 @@ _PROFILE = "use torch.utils.flop_counter.FlopCounterMode or torch.profiler"
 _ONE_CLASS = "the optimizer of every engine is a deepspeed.runtime.base_optimizer.ZeROOptimizer"
 _FILES = "checkpoints here are other files: read their weights by deepspeed.utils.zero_to_fp32"
 _INSIDE = "it belongs to DeepSpeed's implementation"
+_LOGGED = "set comms_logger in the configuration: engine.destroy() logs what was sent"
+_TIMED = "set wall_clock_breakdown in the configuration, or use torch.profiler"
 _SEQUENCE = "for sequence parallelism pass mpu= with its groups"
 
 ABSENT_NAMES: dict[str, str] = {
@@ -177,9 +191,18 @@ ABSENT_NAMES: dict[str, str] = {
     "runtime.pipe.topology.PipeModelDataParallelTopology": _PIPELINE,
     "runtime.torch_autocast.get_comm_dtype": _INSIDE,
     "runtime.torch_autocast.has_comm_dtype": _INSIDE,
+    "runtime.config_utils.DeepSpeedConfigModel": "derive from pydantic.BaseModel",
+    "runtime.sparse_tensor.SparseTensor": "gradients of embeddings with sparse=True are made dense",
     "runtime.zero.offload_states.get_state_devices": _INSIDE,
+    "runtime.zero.linear.LinearFunctionForZeroStage3": _INSIDE,
+    "runtime.zero.parameter_offload.ZeROOrderedDict": _INSIDE,
+    "runtime.zero.partition_parameters.CUDAQuantizer": _INSIDE,
+    "runtime.zero.partition_parameters.InsertPostInitMethodToModuleSubClasses": _INSIDE,
     "runtime.zero.partition_parameters.MultipleAllGatherHandles": _INSIDE,
     "tp_model_init": "for tensor parallelism build the model with its layers, and pass mpu=",
+    "utils.comms_logging.CommsLogger": _LOGGED,
+    "utils.timer.SynchronizedWallClockTimer": _TIMED,
+    "utils.timer.ThroughputTimer": _TIMED,
     "zero.MiCS_Init": "use hpZ: zero_hpz_partition_size, the ranks of a node",
 }
 """Names of DeepSpeed that raise when they are used, and the remedy."""

@@ -42,6 +42,16 @@ AsyncIOBuilder = _builder("AsyncIOBuilder", "async_io", available=True)
 FusedLambBuilder = _builder("FusedLambBuilder", "fused_lamb", available=False)
 QuantizerBuilder = _builder("QuantizerBuilder", "quantizer", available=False)
 UtilsBuilder = _builder("UtilsBuilder", "utils", available=False)
+EvoformerAttnBuilder = _builder("EvoformerAttnBuilder", "evoformer_attn", available=False)
+FPQuantizerBuilder = _builder("FPQuantizerBuilder", "fp_quantizer", available=False)
+GDSBuilder = _builder("GDSBuilder", "gds", available=False)
+InferenceBuilder = _builder("InferenceBuilder", "transformer_inference", available=False)
+PinMemoryBuilder = _builder("PinMemoryBuilder", "pin_memory", available=False)
+RandomLTDBuilder = _builder("RandomLTDBuilder", "random_ltd", available=False)
+SparseAttnBuilder = _builder("SparseAttnBuilder", "sparse_attn", available=False)
+SpatialInferenceBuilder = _builder("SpatialInferenceBuilder", "spatial_inference", available=False)
+StochasticTransformerBuilder = _builder("StochasticTransformerBuilder", "stochastic_transformer", available=False)
+TransformerBuilder = _builder("TransformerBuilder", "transformer", available=False)
 
 ALL_OPS: dict[str, type[OpBuilder]] = {builder.NAME: builder for builder in OpBuilder.__subclasses__()}
 """By name."""
