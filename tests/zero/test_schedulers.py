@@ -277,6 +277,7 @@ def test_the_momentum_of_one_cycle_can_be_asked_for() -> None:
     }
     schedule: Any = SCHEDULERS["OneCycle"](optimizer, **cycle, cycle_min_mom=0.5, cycle_max_mom=0.75)
     found = [schedule.get_mom()]
+    optimizer.step()
     schedule.step(0)
     assert found == [[(0.75, 0.999)]]
     assert schedule.get_mom() == [optimizer.param_groups[0]["betas"]] == [(0.625, 0.999)]
