@@ -352,6 +352,35 @@ def test_the_loss_scale_by_deepspeeds_names() -> None:
     run_ranks(2, _check_scaling)
 
 
+def _check_coalesced(rank: int, stage: int) -> None:
+    torch.manual_seed(0)
+    values = torch.randn(1, 8)
+    found = []
+    for is_coalesced in (False, True):
+        model = nn.Linear(8, 1, bias=False)
+        model.weight.data.copy_(values)
+        built = _engine(stage, model, gradient_accumulation_steps=1, optimizer={"type": "SGD", "params": {"lr": 1.0}})
+        x = torch.arange(8.0).view(1, 8) * (rank + 1)
+        if is_coalesced:
+            with built.coalesce_grad_reduction():
+                for factor in (1, 2):
+                    built.backward(built(x * factor).square().sum())
+        else:
+            built.backward(built(x).square().sum() + built(x * 2).square().sum())
+        grad = zero.utils.safe_get_full_grad(model.weight)
+        assert grad is not None
+        built.step()
+        with zero.GatheredParameters(model.weight):
+            found.append((grad.clone(), model.weight.detach().clone()))
+        built.destroy()
+    torch.testing.assert_close(found[0], found[1])
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_the_gradients_of_several_backwards_are_reduced_once(stage: int) -> None:
+    run_ranks(2, _check_coalesced, stage)
+
+
 def _check_samples(rank: int) -> None:
     built = _engine(2, nn.Linear(8, 1), managed_gradient_accumulation=False)
     for count in (1, 4):

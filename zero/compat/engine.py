@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -478,6 +479,13 @@ class DeepSpeedEngine(zero.Engine):
         if data_sampler is not None:
             return torch.utils.data.DataLoader(dataset, sampler=data_sampler, **given)
         return RankDataLoader(dataset, DataParallel(self.data_parallel_group), shuffle=route == "train", **given)
+
+    @contextmanager
+    def coalesce_grad_reduction(self) -> Iterator[None]:
+        """Inside, backwards reduce nothing; their sum is reduced once at the end. Collective."""
+        with self.no_sync():
+            yield
+        self.optimizer.parts.runtime.reducer.flush()
 
     def allreduce_gradients(self, bucket_size: int | None = None) -> None:
         """Do nothing: the backward at the boundary averages gradients."""
