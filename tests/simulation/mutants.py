@@ -85,7 +85,7 @@ MUTANTS = (
     ),
     ProtocolMutant(
         "verdict: the waits are never told that the missing part has started",
-        WATCH, "        for watched in hops.values():\n            watched.log.missing_started.set()", "        for watched in ():\n            watched.log.missing_started.set()",
+        WATCH, "            for watched in hops.values():\n                watched.log.missing_started.set()", "            for watched in ():\n                watched.log.missing_started.set()",
     ),
     ProtocolMutant(
         "verdict: this rank's log is not marked", WATCH, "watched.log.mark_broken(known[key].until, reason)", "pass",

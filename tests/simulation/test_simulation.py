@@ -31,6 +31,7 @@ from tests.variables import variables
 from zcomm import CommunicationError, DivergedError, control
 from zcomm._base.rank_context import clock, threads
 from zcomm._transport.backend import ints_over
+from zcomm._transport.deadlock_watch import DeadlockWatch
 from zcomm._transport.store_exchange import exchange_texts
 from zcomm.testing import Deadlock, Simulation
 from zero._storage.file_store import FileStore
@@ -125,6 +126,29 @@ def test_a_rank_outside_of_a_broken_exchange_starts_none_before_it_has_the_numbe
         scenario = Scenario("protocols", seed, 4, 1, ("background", "background", "agree"), fault=Fault("extra", 2, 1))
         result = run(scenario)
         assert not result.problem, f"{scenario}: {result.problem}"
+
+
+def test_a_rank_that_dies_while_a_deadlock_is_broken_leaves_the_others_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They waited for ever for it to read that there is one."""
+    simulation, breaks = Simulation(2, seed=1, timeout_s=100.0), DeadlockWatch._break_deadlock
+
+    def dies(watch: Any, *arguments: Any) -> None:
+        if watch._rank == 1:
+            simulation.kill(1)
+            clock().sleep(1.0)
+        breaks(watch, *arguments)
+
+    def program(rank: int) -> None:
+        topology = zcomm.Topology(ranks_per_node=1)
+        zcomm.all_reduce(torch.ones(4 + rank), group=topology)
+
+    monkeypatch.setattr(DeadlockWatch, "_break_deadlock", dies)
+    outcomes = simulation.run(program)
+    assert outcomes[1].is_killed
+    assert isinstance(outcomes[0].error, (CommunicationError, DivergedError))
+    assert simulation.scheduler.now_s < 200
 
 
 def test_a_rank_that_has_left_a_call_the_watch_does_not_log_is_not_reported() -> None:

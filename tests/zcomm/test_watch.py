@@ -114,6 +114,16 @@ def test_a_rank_that_gets_on_takes_back_what_it_has_told_and_nothing_else() -> N
         assert (store.num_waiting, over.has_reported) == (num_waiting, num_waiting == 1)
 
 
+def test_reports_must_stay_the_same_also_in_whether_they_can_be_taken_for_true(monkeypatch: pytest.MonkeyPatch) -> None:
+    """D1. A rank that goes from a logged call to one that is not has the same text in both."""
+    monkeypatch.setenv("ZCOMM_DIVERGED_AFTER_S", "0")
+    over: Any = _watch_over(_Counts())
+    over._unproven, over.period_s = None, 0.5
+    for numbers, has_lasted in [((3, 0), False), ((3, 1), False), ((4, 2), True), ((4, 0), False), ((0, 0), True)]:
+        reports = [[False, "waits", number, {}] for number in numbers]
+        assert over._have_lasted(reports) == has_lasted, numbers
+
+
 def test_a_rank_takes_part_only_in_what_it_has_not_started(monkeypatch: pytest.MonkeyPatch) -> None:
     taken = list[tuple[int, CollectiveCall]]()
     monkeypatch.setattr("zcomm._transport.backend.start_for_others", lambda *asked: taken.append(asked[:2]))

@@ -374,6 +374,42 @@ def _check_buffers(rank: int, stage: int) -> None:
                 optimizer.step()
 
 
+def _kept_in_float32(*, starts_sharded: bool) -> nn.Module:
+    with zero.Init(enabled=starts_sharded):
+        model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    norm = model[1]
+    norm.register_buffer("wide", torch.ones(2, dtype=torch.float64) + 2**-40)
+    norm.running_var.fill_(1e6)
+    turns = torch.polar(torch.ones(3), torch.arange(3.0))
+    model.register_buffer("turns", turns)
+    model[0].register_buffer("same_turns", turns)
+    model[0].register_buffer("table", table := torch.ones(2))
+    model.register_buffer("same_table", table)
+    with zero.GatheredParameters([norm.weight], modifier_rank=0), torch.no_grad():
+        norm.weight.fill_(1.0001)
+    return model
+
+
+def _check_kept_bits(rank: int, stage: int) -> None:
+    model = _kept_in_float32(starts_sharded=stage == 3)
+    options: Any = {"fp16": {"enabled": True}, "data_types": {"keep_in_fp32_modules": ["1"], "buffer_dtype": "fp16"}}
+    with zero_optimizer(model, _sgd(model.parameters()), stage=stage, **options):
+        norm = model[1]
+        with zero.GatheredParameters([norm.weight]):
+            assert (norm.weight == torch.tensor(1.0001)).all(), "it did not pass through float16"
+        assert (norm.running_var == 1e6).all(), "which float16 does not have"
+        assert (norm.wide == 1 + 2**-40).all()
+        assert model.turns is model[0].same_turns
+        assert torch.equal(torch.view_as_real(model.turns)[:, 1], torch.arange(3.0).sin())
+        assert model.same_table is model[0].table
+        assert model.same_table.dtype == torch.float16
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_modules_kept_in_float32_keep_their_bits_and_complex_buffers_their_imaginary_part(stage: int) -> None:
+    run_ranks(2, _check_kept_bits, stage)
+
+
 @pytest.mark.parametrize("stage", [0, 3])
 def test_buffers_keep_their_dtype_unless_asked(stage: int) -> None:
     run_ranks(2, _check_buffers, stage)

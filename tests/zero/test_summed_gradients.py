@@ -56,6 +56,27 @@ def test_a_step_takes_the_sum_of_the_ranks_gradients(world_size: int, stage: int
     run_ranks(world_size, _check_step, world_size, stage, accumulation)
 
 
+def _check_assigned(rank: int, stage: int) -> None:
+    """The sum that was read, set again, changes nothing; what is set without a backward counts by its mean."""
+    engine = _engine(stage)
+    param = next(engine.module.parameters())
+    engine.backward(engine(torch.full((1, 8), float(rank + 1))).sum())
+    grad = zero.utils.safe_get_full_grad(param)
+    assert grad is not None
+    param.grad = grad.clone()
+    engine.step()
+    assert torch.equal(_weight(engine), torch.full((1, 8), -3.0))
+    param.grad = torch.full((1, 8), float(rank + 1))
+    engine.optimizer.step()
+    assert torch.equal(_weight(engine), torch.full((1, 8), -4.5))
+    engine.destroy()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_gradient_that_is_set_counts_as_it_is(stage: int) -> None:
+    run_ranks(2, _check_assigned, stage)
+
+
 def _check_unreduced(rank: int) -> None:
     engine = _engine(2)
     param = next(engine.module.parameters())

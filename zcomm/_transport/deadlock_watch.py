@@ -202,6 +202,8 @@ class DeadlockWatch:
         self._prefix = prefix_of_start(self._store, name, global_ranks, global_ranks[rank], timeout)
         self.num_deadlocks = 0
         """The number of deadlocks found."""
+        self._num_heard = 0
+        """The number of those that this rank has told the others to have read."""
         self._last_sample: str | None = None
         """The state at the last sample, if the rank waited."""
         self.has_reported = False
@@ -439,7 +441,8 @@ class DeadlockWatch:
         numbers = [number for _, _, number, _ in reports if number]
         if not numbers:
             return True
-        what, now = json.dumps([[text, progress] for _, text, _, progress in reports]), clock().monotonic()
+        of_ranks = [[text, number > 0, progress] for _, text, number, progress in reports]
+        what, now = json.dumps(of_ranks), clock().monotonic()
         if self._unproven is None or self._unproven[0] != what:
             self._unproven = what, now, []
         (_, since, late), left_s = self._unproven, float(env.value("ZCOMM_DIVERGED_AFTER_S"))
@@ -462,6 +465,20 @@ class DeadlockWatch:
         lines = {f"\n  {text}" for name in sorted(waited) for text in self._departed_texts(name)}
         return "".join(sorted(lines))
 
+    def _await_all_hear(self) -> None:
+        """Wait until all ranks have marked their logs: one that is woken earlier would use the dummy values.
+
+        Raises TimeoutError if they have not after VERDICT_S: one has died. The next sample tries again.
+        """
+        if self._num_heard == self.num_deadlocks:
+            self._num_heard += 1
+            self._store.add(self._key("heard"), 1)
+        deadline = clock().monotonic() + VERDICT_S
+        while self._store.add(self._key("heard"), 0) < self._world_size:
+            if clock().monotonic() > deadline:
+                raise TimeoutError(f"not all ranks have read that there is a deadlock, after {VERDICT_S} s")
+            clock().sleep(0.02)
+
     def _break_deadlock(self, reason: str, missing: dict[str, list[Any]], hops: dict[str, Watched]) -> None:
         known = {
             key: MissingCalls(until, [(number, CollectiveCall(*call)) for number, call in calls], num_pairs)
@@ -470,21 +487,19 @@ class DeadlockWatch:
         for key, watched in hops.items():
             if key in known:
                 watched.log.mark_broken(known[key].until, reason)
-        self._store.add(self._key("heard"), 1)
-        # All ranks must have marked their logs before any exchange completes: a rank that is woken earlier would use
-        # the dummy values.
-        while self._store.add(self._key("heard"), 0) < self._world_size:
-            clock().sleep(0.02)
-        abort_diverged_routes(hops, known, reason)
-        works = [work for key, watched in hops.items() if key in known for work in start_missing(watched, known[key])]
-        for one in self._topologies:
-            if (topology := one()) is not None:
-                topology.queue.cancel_all(DivergedError(reason))
-                skip(topology, {key: known[key].until for key in known.keys() - hops.keys()})
-        # After cancel_all: a woken thread must not find collectives of the broken sequence in its queue. After
-        # start_missing: D2.
-        for watched in hops.values():
-            watched.log.missing_started.set()
+        try:
+            self._await_all_hear()
+            abort_diverged_routes(hops, known, reason)
+            works = [work for key, one in hops.items() if key in known for work in start_missing(one, known[key])]
+            for reference in self._topologies:
+                if (topology := reference()) is not None:
+                    topology.queue.cancel_all(DivergedError(reason))
+                    skip(topology, {key: known[key].until for key in known.keys() - hops.keys()})
+        finally:
+            # After cancel_all: a woken thread must not find collectives of the broken sequence in its queue. After
+            # start_missing: D2. If a rank has died, or the store: whatever waits here must get its error all the same.
+            for watched in hops.values():
+                watched.log.missing_started.set()
         self.num_deadlocks, self._last_sample, self.has_reported = self.num_deadlocks + 1, None, False
         for work in works:
             work.wait()

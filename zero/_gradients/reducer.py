@@ -349,16 +349,21 @@ class Reducer(RuntimePart):
     def _adopt_user_gradients(self, *, checks: bool = False) -> bool:
         """G2: adopt what users assigned to ``.grad``; returns whether there are gradients to reduce."""
         changed = self.shown.changed()
-        theirs = [(one.grads, one.slot, one.grad, one.name) for one in changed if one.grad is not None]
+        theirs = [one for one in changed if one.grad is not None]
         if theirs and checks:
-            self.consumer.check_settable(theirs[0][3])
+            self.consumer.check_settable(theirs[0].name)
         if changed:
             self.shown.end_edits()
+        # Where gradients are summed, too, the mean of what was set counts, unless it replaces this rank's own gradient.
+        num_summed = self._topology.world_size if self.reduction.op == "sum" else 1
+        parts = [1 if one.grads.written[one.slot] else num_summed for one in theirs]
         for one in changed:
             if one.grads.used[one.slot]:
                 self._drop(one.grads, one.slot)
-        for grads, slot, grad, _ in theirs:
-            grads.put(slot, grad, self._writable(grads))
+        for one, part in zip(theirs, parts, strict=True):
+            assert one.grad is not None, "a gradient that was set"
+            grad = one.grad if part == 1 else one.grad / part
+            one.grads.put(one.slot, grad, self._writable(one.grads))
         return bool(theirs)
 
     def _drop(self, grads: BucketGrads, slot: int) -> None:

@@ -5,7 +5,7 @@ For parameters that zero.Init has partitioned, the shards are moved or cast.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,50 +28,74 @@ def cast(
     Args:
         model: Changed in place.
         dtype: The new dtype, except for modules named in ``kept``; None leaves parameters as they are.
-        kept: Parts of dotted names, or "." and a full name. Such modules become float32 and compute in float32: 16-bit
-            inputs are widened for them, and their outputs are cast back to the dtype of the inputs.
-        buffer_dtype: The same for buffers. The statistics of batch and instance norms follow their parameters if it is
-            None: torch computes with one dtype.
+        kept: Parts of dotted names, or "." and a full name. Such modules become float32, with the bits of their values,
+            and compute in float32: 16-bit inputs are widened for them, and their outputs are cast back to the dtype of
+            the inputs.
+        buffer_dtype: The new dtype of buffers outside of these; None leaves them as they are, but for the statistics of
+            batch and instance norms, which follow their parameters: torch computes with one dtype.
+
+    Complex parameters and buffers stay: as real ones they would lose their imaginary part.
 
     Raises:
         ConfigError: A name in ``kept`` matches no module.
     """
-    buffers = _floating_buffers(model, has_statistics=buffer_dtype is not None)
-    _put(buffers, buffer_dtype)
-    if dtype is None:
-        return
-    names = {part for name, _ in model.named_modules() for part in (name, f".{name}", *name.split("."))}
-    for name in kept:
-        if name not in names:
-            raise ConfigError(f"keep_in_fp32_modules must name modules: there is no {name!r} in {type(model).__name__}")
+    chosen = [] if dtype is None else _named(model, kept)
+    wide = {part for module in chosen for part in module.modules()}
+    buffers = list(_new_buffers(model, wide, buffer_dtype))
     before = list(model.parameters())
-    _convert(model, dtype=dtype)
-    _put(buffers, buffer_dtype)
-    for name, module in model.named_modules():
-        if any(part in kept for part in (name, f".{name}", *name.split("."))):
-            _convert(module, dtype=torch.float32)
+    if dtype is not None:
+        wide_params = {param for module in wide for param in module._parameters.values() if param is not None}
+        exact = {
+            param: param.data
+            for param in before
+            if construction_of(param) is None and (param in wide_params or param.is_complex())
+        }
+        for module, name, _ in buffers:
+            module._buffers[name] = None  # not converted, and back below
+        try:
+            _convert(model, dtype=dtype, wide=wide_params)
+        finally:
+            _put(buffers)
+        for param, values in exact.items():
+            param.data = values if values.is_complex() else values.float()
+        for module in chosen:
             _widen_inputs(module)
+    _put(buffers)
     _check_same(before, model)
 
 
-Buffers = dict[tuple[nn.Module, str], Tensor]
+def _put(buffers: Sequence[tuple[nn.Module, str, Tensor]]) -> None:
+    for module, name, buffer in buffers:
+        module._buffers[name] = buffer
 
 
-def _floating_buffers(model: nn.Module, *, has_statistics: bool) -> Buffers:
-    """The floating-point buffers of ``model`` by their module and name, the statistics of norms among them if asked."""
-    return {
-        (module, name): buffer
-        for module in model.modules()
-        if has_statistics or not isinstance(module, _NormBase)
-        for name, buffer in module._buffers.items()
-        if buffer is not None and buffer.is_floating_point()
-    }
+def _named(model: nn.Module, kept: Sequence[str]) -> list[nn.Module]:
+    """The modules that ``kept`` names."""
+    parts_of = {module: (name, f".{name}", *name.split(".")) for name, module in model.named_modules()}
+    names = {part for parts in parts_of.values() for part in parts}
+    for name in kept:
+        if name not in names:
+            raise ConfigError(f"keep_in_fp32_modules must name modules: there is no {name!r} in {type(model).__name__}")
+    return [module for module, parts in parts_of.items() if any(part in kept for part in parts)]
 
 
-def _put(buffers: Buffers, dtype: torch.dtype | None) -> None:
-    """Set ``buffers``, cast to ``dtype``."""
-    for (module, name), buffer in buffers.items():
-        module._buffers[name] = buffer.to(dtype)
+def _new_buffers(
+    model: nn.Module, wide: Collection[nn.Module], dtype: torch.dtype | None
+) -> Iterator[tuple[nn.Module, str, Tensor]]:
+    """The buffers that do not follow the parameters: module, name and new value, which stays shared."""
+    new: dict[tuple[int, bool], Tensor] = {}
+    for module in model.modules():
+        is_wide = module in wide
+        for name, buffer in module._buffers.items():
+            if buffer is None or not (buffer.is_floating_point() or buffer.is_complex()):
+                continue
+            if isinstance(module, _NormBase) and dtype is None and not is_wide:
+                continue
+            own = (torch.float32 if buffer.dtype in NARROW else buffer.dtype) if is_wide else dtype or buffer.dtype
+            key = id(buffer), is_wide
+            if key not in new:
+                new[key] = buffer if buffer.is_complex() else buffer.to(own)
+            yield module, name, new[key]
 
 
 def move(model: nn.Module, device: torch.device) -> None:
@@ -117,15 +141,22 @@ def _widen_inputs(module: nn.Module) -> None:
         module.register_forward_hook(hooks.after, always_call=True)
 
 
-def _convert(model: nn.Module, *, device: torch.device | None = None, dtype: torch.dtype | None = None) -> None:
+def _convert(
+    model: nn.Module,
+    *,
+    device: torch.device | None = None,
+    dtype: torch.dtype | None = None,
+    wide: Collection[nn.Parameter] = (),
+) -> None:
+    """``wide``: partitioned ones of these become float32."""
     with _without_partitioned(model):
         for target in (device, dtype):  # one at a time and by position: a model may have a to() of its own
             if target is not None:
                 model.to(target)
     for param in model.parameters():
-        construction = construction_of(param)
-        if construction is not None and (device not in (None, param.device) or dtype not in (None, param.dtype)):
-            construction.convert(param, device=device, dtype=dtype)
+        construction, own = construction_of(param), torch.float32 if param in wide else dtype
+        if construction is not None and (device not in (None, param.device) or own not in (None, param.dtype)):
+            construction.convert(param, device=device, dtype=own)
 
 
 @contextmanager
