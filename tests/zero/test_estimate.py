@@ -112,20 +112,6 @@ def test_what_is_gathered_for_a_while_is_no_persistent_parameter() -> None:
 PAPER = Counts(numel=7_500_000_000, largest_unit=50_000_000)
 
 
-class Experts(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = nn.ModuleList(nn.Linear(8, 32, bias=False) for _ in range(4))
-
-
-def test_a_leaf_module_is_gathered_as_one_unit() -> None:
-    model = nn.Sequential(Experts(), nn.Linear(8, 8, bias=False))
-    leaves = {"zero_optimization": {"stage": 3, "leaf_module": {"classes": ["Experts"]}}}
-    assert zero.estimate(model, {}, prints=False).counts.largest_unit == 256
-    assert zero.estimate(model, leaves, prints=False).counts.largest_unit == 4 * 256
-    assert not zero.utils.get_z3_leaf_modules(model), "the model is as before"
-
-
 @pytest.mark.parametrize(
     ("stage", "num_nodes", "gigabytes"), [(0, 8, 120.0), (1, 8, 31.4), (2, 8, 16.6), (3, 8, 1.9), (3, 1, 15.0)]
 )

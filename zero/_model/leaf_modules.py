@@ -7,8 +7,7 @@ another gather. Names, signatures and what is returned are DeepSpeed's; it has n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
 from torch import nn
 
@@ -34,19 +33,6 @@ def set_configured(model: nn.Module, leaves: LeafModule, *, stage: int) -> None:
         set_z3_leaf_modules(model, MOE_BLOCKS, raise_if_not_found=False)
     set_z3_leaf_modules_by_name(model, leaves.names)
     set_z3_leaf_modules_by_suffix(model, leaves.name_suffixes)
-
-
-@contextmanager
-def configured(model: nn.Module, leaves: LeafModule) -> Iterator[None]:
-    """Inside, ``model`` has the leaf modules that it would have at stage 3."""
-    before = [(module, is_leaf(module)) for module in model.modules()]
-    try:
-        set_configured(model, leaves, stage=3)
-        yield
-    finally:
-        for module, flag in before:
-            if is_leaf(module) != flag:
-                module.__dict__[LEAF] = flag
 
 
 def z3_leaf_module(model: nn.Module) -> bool:

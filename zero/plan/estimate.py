@@ -10,7 +10,6 @@ from torch import nn
 from zcomm import ConfigError
 from zero._config.parse import Configuration, Source, parse, read_source
 from zero._config.resolved import ResolvedConfig, resolve_config
-from zero._model.leaf_modules import configured
 from zero._modes import MODES
 from zero._optim.sub_groups import LARGEST_NUMEL
 from zero._sharding.layout import BucketLayout
@@ -133,11 +132,7 @@ def estimate(
         config = parse({}, "default") if config is None else read_source(config)
     plan = resolve_config(config, {})
     settings, tiers = plan.settings, plan.settings.tiers
-    if isinstance(model, Counts):
-        counts = model
-    else:
-        with configured(model, plan.configuration.values.zero_optimization.leaf_module):
-            counts = count(model, nodes * ranks)
+    counts = model if isinstance(model, Counts) else count(model, nodes * ranks)
     setup = _setup(plan, 4 if isinstance(model, Counts) else _param_nbytes(model), counts, nodes, ranks)
     tier = ShardTiers(parameters=PLACES[tiers.parameters.tier], states=PLACES[tiers.states.tier])
     name = next((name for name, known in TIERS.items() if known == tier), None)

@@ -13,8 +13,6 @@ import torch
 from torch import nn
 
 from zcomm import ConfigError
-from zero._config.zero_section import LeafModule
-from zero._model.leaf_modules import configured
 from zero._sharding.layout import BucketLayout, group_consecutive
 from zero._sharding.units import by_kind, find_units
 from zero.plan.formulas import Counts
@@ -98,9 +96,7 @@ class Model:
         lists = [one for one in module.modules() if isinstance(one, nn.ModuleList) and len(one) == num_layers]
         layers = {id(layer) for layer in lists[0]} if len(lists) == 1 else set()  # of two, either may be the layers
         units = []
-        with configured(module, LeafModule()):
-            found = find_units(module)
-        for unit in found:
+        for unit in find_units(module):
             for (_, is_trainable), named in by_kind(unit.parameters).items():
                 numels, is_layer = tuple(param.numel() for _, param in named), id(unit.module) in layers
                 units.append(PlannedUnit(numels, is_trainable=is_trainable, is_layer=is_layer))
