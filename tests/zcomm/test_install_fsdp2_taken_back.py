@@ -33,7 +33,7 @@ def _train(model: nn.Module, rank: int, steps: range) -> tuple[Tensor, Tensor]:
 
 
 def _planners() -> list[weakref.ref[UnitPlanner]]:
-    return [weakref.ref(each) for each in gc.get_objects() if isinstance(each, UnitPlanner)]
+    return [weakref.ref(each) for each in gc.get_objects() if type(each) is UnitPlanner]
 
 
 def _check_uninstall(rank: int) -> None:
