@@ -39,28 +39,28 @@ def cast(
     Raises:
         ConfigError: A name in ``kept`` matches no module.
     """
-    chosen = [] if dtype is None else _named(model, kept)
+    if dtype is None:
+        _put(list(_new_buffers(model, (), buffer_dtype)))
+        return
+    chosen = _named(model, kept)
     wide = {part for module in chosen for part in module.modules()}
-    buffers = list(_new_buffers(model, wide, buffer_dtype))
-    before = list(model.parameters())
-    if dtype is not None:
-        wide_params = {param for module in wide for param in module._parameters.values() if param is not None}
-        exact = {
-            param: param.data
-            for param in before
-            if construction_of(param) is None and (param in wide_params or param.is_complex())
-        }
-        for module, name, _ in buffers:
-            module._buffers[name] = None  # not converted, and back below
-        try:
-            _convert(model, dtype=dtype, wide=wide_params)
-        finally:
-            _put(buffers)
-        for param, values in exact.items():
-            param.data = values if values.is_complex() else values.float()
-        for module in chosen:
-            _widen_inputs(module)
-    _put(buffers)
+    wide_params = {param for module in wide for param in module._parameters.values() if param is not None}
+    before, buffers = list(model.parameters()), list(_new_buffers(model, wide, buffer_dtype))
+    exact = {
+        param: param.data
+        for param in before
+        if construction_of(param) is None and (param in wide_params or param.is_complex())
+    }
+    for module, name, _ in buffers:
+        module._buffers[name] = None  # so that they are not converted
+    try:
+        _convert(model, dtype=dtype, wide=wide_params)
+    finally:
+        _put(buffers)
+    for param, values in exact.items():
+        param.data = values if values.is_complex() else values.float()
+    for module in chosen:
+        _widen_inputs(module)
     _check_same(before, model)
 
 
