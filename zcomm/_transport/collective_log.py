@@ -132,7 +132,7 @@ class CollectiveLog:
     def start(self, call: CollectiveCall, wire: str = "none", *, is_missing: bool = False) -> int:
         """Log an exchange that is about to start, with messages in format ``wire``; returns its number.
 
-        ``is_missing``: the watch starts it, since others have (D2 of deadlock_watch.py).
+        ``is_missing``: the watch starts it because other ranks have (D2 of deadlock_watch.py).
         """
         if not is_missing:
             self._await_missing()

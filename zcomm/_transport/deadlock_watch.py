@@ -213,7 +213,7 @@ class DeadlockWatch:
         self._has_ended_verdict.set()
         self._store_answers = True  # until a request times out
         self._stacks: dict[int, list[StackFrame]] = {}
-        """At the last sample: of the threads that were in a call that is not logged."""
+        """The stacks, at the last sample, of threads in a call that is not logged."""
         self._num_reports = 0
         self._unproven: tuple[str, float, list[int]] | None = None
         """Reports of all ranks that make a deadlock if they last, since when, and how often the ranks had repeated them

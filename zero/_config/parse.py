@@ -104,7 +104,7 @@ def _decode(text: str, make: Callable[[list[tuple[str, Any]]], dict[str, Any]]) 
             found = hjson.loads(text, object_pairs_hook=make)
         except (ConfigError, RecursionError):
             raise
-        except Exception as failure:  # its decoder lets out what it meets: OverflowError for 1e999
+        except Exception as failure:  # its decoder raises other errors, too: OverflowError for 1e999
             raise ValueError(f"{type(failure).__name__}: {failure}") from failure
         if not found:  # to hjson a file that was cut off to nothing is an object
             raise

@@ -32,7 +32,7 @@ DeepSpeedConfigError = ConfigError
 
 
 class LossError(StateError, AssertionError):
-    """The error of ``engine.scale()``, which DeepSpeed's is an AssertionError."""
+    """Raised by ``engine.scale()``; an AssertionError, too, as in DeepSpeed."""
 
 
 ZeRORuntimeException = zero.CheckpointError
@@ -136,7 +136,7 @@ class LossScaler:
 
     @property
     def scale_factor(self) -> float | None:
-        """By which it doubles and halves; None: it is constant."""
+        """The factor by which the scale grows and shrinks; None: it is constant."""
         return 2.0 if self.dynamic_loss_scale else None
 
 

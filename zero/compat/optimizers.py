@@ -12,7 +12,7 @@ from zcomm import ConfigError
 
 
 class _OfBase(ABCMeta):
-    """The class of these: what a configuration builds, an object of the first base, is an instance of them, too."""
+    """Metaclass of these: an object of their first base class, as a configuration builds, is an instance, too."""
 
     def __instancecheck__(cls, instance: Any) -> bool:
         is_listed = cls.__module__ == __name__
