@@ -28,6 +28,7 @@ FOLDERS = {
     "triton_kernels": "zcomm/triton_kernels",
     "bench": "bench",
     "tests": "tests",
+    "tools": "tools",
 }
 IGNORED = shutil.ignore_patterns("__pycache__", "*.so", "results", "mutants")
 LIMIT_S = 30.0

@@ -47,16 +47,17 @@ class Budget(NamedTuple):
 
 BUDGETS = {
     ENVIRONMENT: Budget(28, 11, 40),
-    PACKAGE: Budget(100, 45, 20),
+    PACKAGE: Budget(60, 45, 20),
     "CUDA kernels beside a copy": Budget(25, 12, 40),
     "Triton kernels beside a copy": Budget(45, 0, 30),
     "collectives, 1 rank": Budget(25, 10, 30),
     "collectives, 2 x 2 ranks": Budget(30, 10, 55),
     "training step, 1 rank": Budget(30, 10, 55),
-    "training step, 2 x 2 ranks": Budget(45, 0, 60),
-    "first call": Budget(30, 0, 35),
+    "training step, 2 x 2 ranks": Budget(35, 0, 60),
+    "first call": Budget(20, 0, 35),
     "CUDA graphs": Budget(20, 8, 45),
     "offload, 1.3 G parameters": Budget(25, 0, 35),
+    "every mode beside the CPU": Budget(60, 0, 40),
     CUDA_TESTS: Budget(40, 10, 13),
     "ranks that share the GPU, over NCCL": Budget(30, 0, 13),
     "streams and host synchronizations": Budget(10, 0, 13),
@@ -214,6 +215,7 @@ COMMANDS = {
     "offload, 1.3 G parameters": _Command(
         "gpu_offload.py", "", "", TINY.replace("--num-attention-heads 2 ", ""),
     ),
+    "every mode beside the CPU": _Command("gpu_modes.py", "", "", "--device cpu --only stage3-bf16 collective"),
 }  # fmt: skip
 """The most important sizes and contenders come first: those that time does not allow are named, not measured."""
 REHEARSED_RANKS = 2

@@ -21,21 +21,22 @@ from __future__ import annotations
 import argparse
 import hashlib
 import logging
+import os
 import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from hashed_runs import PARTS, RANKS_PER_NODE, TIMEOUT_S, WORLD_SIZE, Hashes, Place, Run, Then, modes
+from hashed_runs import PARTS, RANKS_PER_NODE, TIMEOUT_S, WORLD_SIZE, Hashes, Place, Result, Run, Then, modes
 
 import zcomm
 
@@ -47,20 +48,33 @@ def jobs_of(mode: Run | Then) -> tuple[tuple[int, Run], ...]:
     return mode.jobs if isinstance(mode, Then) else ((WORLD_SIZE, mode),)
 
 
-def serve(rank: int, world_size: int, store: str, pipe: Connection) -> None:
-    """Run, on a rank, the jobs that arrive through ``pipe``; answer with digests or the text of an error."""
+class Where(NamedTuple):
+    """The device that all ranks share, and the environment of each."""
+
+    device: torch.device = torch.device("cpu")
+    environment: Callable[[int], dict[str, str]] = lambda _rank: {}
+
+
+def serve(rank: int, world_size: int, where: tuple[torch.device, dict[str, str]], store: str, pipe: Connection) -> None:
+    """Run, on a rank, the jobs that arrive through ``pipe``; answer with its results or the text of an error."""
+    device, environment = where
+    os.environ |= environment
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    timeout = timedelta(seconds=TIMEOUT_S)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timeout)
+    given: dict[str, Any] = {"backend": "gloo"}
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        given = {"backend": "cpu:gloo,cuda:nccl", "device_id": device}
+    given |= {"init_method": f"file://{store}", "timeout": timedelta(seconds=TIMEOUT_S)}
+    dist.init_process_group(rank=rank, world_size=world_size, **given)
     topology, known = zcomm.Topology(ranks_per_node=RANKS_PER_NODE), modes()
     with suppress(EOFError, OSError):  # the pipe is closed
         while True:
             name, number, folder = pipe.recv()
             hashes, error = Hashes(), None
             try:
-                jobs_of(known[name])[number][1](Place(rank, topology, folder), hashes)
+                jobs_of(known[name])[number][1](Place(rank, topology, folder, device), hashes)
             except Exception as caught:  # it is what is printed
                 error = f"{type(caught).__name__}: {caught}"
             pipe.send((hashes.result(), error))
@@ -71,7 +85,7 @@ def serve(rank: int, world_size: int, store: str, pipe: Connection) -> None:
 class Ranks:
     """Live processes that run one job after another."""
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, where: Where) -> None:
         context = mp.get_context("forkserver")
         context.set_forkserver_preload(["torch", "torch._dynamo", "torch.distributed.fsdp", "zcomm", "zero"])
         self._folder = tempfile.TemporaryDirectory()
@@ -79,14 +93,15 @@ class Ranks:
         self._processes: list[Any] = []
         for rank in range(world_size):
             here, there = context.Pipe()
-            args = rank, world_size, f"{self._folder.name}/store", there
+            of_rank = where.device, where.environment(rank)
+            args = rank, world_size, of_rank, f"{self._folder.name}/store", there
             self._processes.append(context.Process(target=serve, args=args, daemon=True))
             self._processes[-1].start()
             there.close()
             self._pipes.append(here)
 
     def run(self, name: str, number: int, folder: str) -> tuple[list[Any], str | None]:
-        """Run a job; return every rank's digests and the first error."""
+        """Run a job; return every rank's result and the first error."""
         answers: dict[Any, Any] = {}
         stop = time.monotonic() + TIMEOUT_S
         for pipe in self._pipes:
@@ -124,33 +139,39 @@ def _answer(pipe: Any) -> Any:
         return None, "EOFError: a rank has died"
 
 
-def line_of(name: str, of_ranks: list[tuple[dict[str, str], int]]) -> str:
+def line_of(name: str, of_ranks: list[Result]) -> str:
     """The output line of a completed mode."""
-    parts = {part: hashlib.sha256("".join(digests[part] for digests, _ in of_ranks).encode()) for part in PARTS}
+    parts = {part: hashlib.sha256("".join(rank.digests[part] for rank in of_ranks).encode()) for part in PARTS}
     whole = hashlib.sha256("".join(digest.hexdigest() for digest in parts.values()).encode()).hexdigest()
     shown = " ".join(f"{part}:{digest.hexdigest()[:8]}" for part, digest in parts.items())
-    return f"{name:<42} {whole} {shown} bytes:{sum(num_bytes for _, num_bytes in of_ranks)}"
+    return f"{name:<42} {whole} {shown} bytes:{sum(rank.num_bytes for rank in of_ranks)}"
 
 
 class Runner:
     """Runs modes on the ranks that they need, reusing the processes of most modes."""
 
-    def __init__(self) -> None:
-        self._ranks: dict[int, Ranks] = {}
+    def __init__(self, where: Where | None = None) -> None:
+        """``where`` the ranks run; None: on the CPU."""
+        self._where, self._ranks = where or Where(), dict[int, Ranks]()
 
     def line(self, name: str, mode: Run | Then) -> str:
         """Run a mode and return its line; a mode that raised has the error instead of a hash."""
+        results, error = self.results(name, mode)
+        return f"{name:<42} {ERROR} {error}" if error else line_of(name, results)
+
+    def results(self, name: str, mode: Run | Then) -> tuple[list[Result], str]:
+        """Run a mode; return the results of all ranks of all its jobs, and the error, if one was raised."""
         results: list[Any] = []
         with tempfile.TemporaryDirectory() as folder:
             for number, (world_size, _) in enumerate(jobs_of(mode)):
                 if world_size not in self._ranks:
-                    self._ranks[world_size] = Ranks(world_size)
+                    self._ranks[world_size] = Ranks(world_size, self._where)
                 of_ranks, error = self._ranks[world_size].run(name, number, folder)
                 if error is not None:
                     self._ranks.pop(world_size).close(kill=True)  # some may be left inside a collective
-                    return f"{name:<42} {ERROR} {error}"
+                    return [], error
                 results += of_ranks
-        return line_of(name, results)
+        return results, ""
 
     def close(self) -> None:
         """End all ranks."""

@@ -65,16 +65,28 @@ class Model(nn.Module):
         return F.cross_entropy(self.head(self.norm(x)).float().flatten(0, 1), targets.flatten())
 
 
+class Result(NamedTuple):
+    """What a rank's run comes to."""
+
+    digests: dict[str, str]
+    num_bytes: int
+    numbers: list[float]
+
+
 class Hashes:
     """Hashes of one rank's run, by part."""
 
     def __init__(self) -> None:
         self._of = {part: hashlib.sha256() for part in PARTS}
         self._num_bytes = 0
+        self.numbers: list[float] = []
+        """What is compared between devices, whose bits differ: losses, and the norms of weights and of results."""
 
     def add(self, part: str, value: Any) -> None:
         """Hash ``value``: tensors by their bits, mappings by key; None and empty values of a mapping are skipped."""
         _feed(self._of[part], value)
+        if part in ("losses", "weights"):
+            self.numbers += _numbers(value)
 
     @contextmanager
     def traffic(self) -> Iterator[None]:
@@ -85,9 +97,9 @@ class Hashes:
             self.add("control" if key.operation == "control" else "wire", (*key, *count))
         self._num_bytes += sent.bytes()
 
-    def result(self) -> tuple[dict[str, str], int]:
-        """Return the digests and the bytes sent."""
-        return {part: digest.hexdigest() for part, digest in self._of.items()}, self._num_bytes
+    def result(self) -> Result:
+        """Return the digests, the bytes sent and the numbers."""
+        return Result({part: digest.hexdigest() for part, digest in self._of.items()}, self._num_bytes, self.numbers)
 
 
 def _feed(digest: Any, value: Any) -> None:
@@ -112,12 +124,25 @@ def _feed(digest: Any, value: Any) -> None:
         raise TypeError(f"no bits of a {type(value).__name__}")
 
 
+def _numbers(value: Any) -> Iterator[float]:
+    """The floats in ``value``, and the norms of its tensors of floats."""
+    if isinstance(value, Tensor):
+        if value.is_floating_point():
+            yield value.detach().cpu().double().norm().item()
+    elif isinstance(value, (Mapping, list, tuple)):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _numbers(item)
+    elif isinstance(value, float):
+        yield value
+
+
 class Place(NamedTuple):
-    """A rank's surroundings: its number, the world size, the topology, and a folder that all ranks share."""
+    """A rank's surroundings: its number, the topology, a folder that all ranks share, and the device of models."""
 
     rank: int
     topology: zcomm.Topology
     folder: str
+    device: torch.device = torch.device("cpu")
 
 
 Run = Callable[[Place, Hashes], None]
@@ -137,20 +162,20 @@ def seed(number: int) -> None:
         numpy.random.seed(number)
 
 
-def new_model(rank: int, dtype: torch.dtype = torch.float32, *, has_frozen: bool = False, **options: Any) -> Model:
-    """Build the same model on every rank, with different states of the generators."""
+def new_model(place: Place, dtype: torch.dtype = torch.float32, *, has_frozen: bool = False, **options: Any) -> Model:
+    """Build the same model on every rank and device, with different states of the generators."""
     seed(0)
-    model = Model(**options).to(dtype)
+    model = Model(**options).to(place.device, dtype)
     if has_frozen:
         model.blocks[0].requires_grad_(False)
-    seed(100 + rank)
+    seed(100 + place.rank)
     return model
 
 
-def batch(step: int, micro: int, rank: int) -> tuple[Tensor, Tensor]:
+def batch(place: Place, step: int, micro: int = 0) -> tuple[Tensor, Tensor]:
     """Tokens and targets of a rank's micro-batch."""
-    generator = torch.Generator().manual_seed(1000 * step + 100 * micro + rank)
-    tokens = torch.randint(VOCABULARY, (BATCH, LENGTH + 1), generator=generator)
+    generator = torch.Generator().manual_seed(1000 * step + 100 * micro + place.rank)
+    tokens = torch.randint(VOCABULARY, (BATCH, LENGTH + 1), generator=generator).to(place.device)
     return tokens[:, :-1], tokens[:, 1:]
 
 
@@ -184,7 +209,7 @@ def take_step(
     """Take one step as a user's loop does; in step ``overflows_at`` gradients overflow on rank 1."""
     scale = getattr(optimizer, "scale", lambda loss: loss)
     for micro in range(num_micro):
-        loss = model(*batch(step, micro, place.rank)) / num_micro
+        loss = model(*batch(place, step, micro)) / num_micro
         hashes.add("losses", loss.item())
         scale(loss * (float("inf") if (step, place.rank) == (overflows_at, 1) else 1)).backward()
     if max_norm is not None:
@@ -220,7 +245,7 @@ def train(
     **options: Any,
 ) -> None:
     """Train with a ZeroOptimizer and ``options``."""
-    built, loop = new_model(place.rank, **(model or {})), loop or {}
+    built, loop = new_model(place, **(model or {})), loop or {}
     with hashes.traffic():
         optimizer = zero_optimizer(built, place, inner, gradient_accumulation_steps=loop.get("num_micro", 1), **options)
         for step in range(STEPS):
@@ -231,7 +256,7 @@ def train(
 
 def train_built_sharded(place: Place, hashes: Hashes) -> None:
     """Train a model that zero.Init shards as it is built, with loaded weights, evaluated between steps."""
-    weights = new_model(0).state_dict()
+    weights = new_model(place).state_dict()
     with hashes.traffic():
         with zero.Init(dtype=BF16, ranks_per_node=RANKS_PER_NODE):
             seed(place.rank)
@@ -241,7 +266,7 @@ def train_built_sharded(place: Place, hashes: Hashes) -> None:
         for step in range(STEPS):
             take_step(model, optimizer, place, hashes, step)
             with torch.no_grad(), zero.gathered_for_generation(model):
-                hashes.add("losses", model(*batch(step, 9, place.rank)).item())
+                hashes.add("losses", model(*batch(place, step, 9)).item())
     collect(model, optimizer, hashes)
     optimizer.close()
 
@@ -256,9 +281,9 @@ def train_engine(place: Place, hashes: Hashes, **config: Any) -> None:
         **config,
     }
     with hashes.traffic():
-        engine, optimizer, *_ = zero.initialize(model=new_model(place.rank), config=config)
+        engine, optimizer, *_ = zero.initialize(model=new_model(place), config=config)
         for micro in range(STEPS * config["gradient_accumulation_steps"]):
-            loss = engine(*batch(micro, 0, place.rank))
+            loss = engine(*batch(place, micro))
             hashes.add("losses", loss.item())
             engine.backward(loss)
             engine.step()
@@ -269,7 +294,7 @@ def train_engine(place: Place, hashes: Hashes, **config: Any) -> None:
 
 def save(place: Place, hashes: Hashes, **options: Any) -> None:
     """Train two steps, save, train two more."""
-    model = new_model(place.rank, BF16)
+    model = new_model(place, BF16)
     optimizer = zero_optimizer(model, place, **options)
     for step in range(STEPS):
         take_step(model, optimizer, place, hashes, step)
@@ -282,7 +307,7 @@ def save(place: Place, hashes: Hashes, **options: Any) -> None:
 
 def resume(place: Place, hashes: Hashes, **options: Any) -> None:
     """Load the files of :func:`save` and train two steps."""
-    model = new_model(place.rank, BF16)
+    model = new_model(place, BF16)
     with hashes.traffic():
         optimizer = zero_optimizer(model, place, **options)
         zero.load_checkpoint(optimizer, place.folder)
@@ -310,13 +335,13 @@ def tensors_in(folder: Path) -> Iterator[tuple[str, tuple[Any, ...]]]:
 
 def train_drop_in(place: Place, hashes: Hashes, *, kind: str, recipe: str | zcomm.Recipe, num_micro: int = 1) -> None:
     """Train under DDP or FSDP2 with a recipe."""
-    plain = new_model(place.rank)
+    plain = new_model(place)
     with hashes.traffic():
         if kind == "ddp":
             model: Any = DistributedDataParallel(plain)
             installed = zcomm.install_ddp(model, recipe, topology=place.topology)
         else:
-            mesh = init_device_mesh("cpu", (WORLD_SIZE,))
+            mesh = init_device_mesh(place.device.type, (WORLD_SIZE,))
             for block in plain.blocks:
                 fully_shard(block, mesh=mesh)
             model = fully_shard(plain, mesh=mesh)
@@ -347,7 +372,7 @@ NUMEL = 1000
 
 def exchange(place: Place, hashes: Hashes, *, operation: str) -> None:
     """Run one collective in every format, with float32 and bf16, over two hops and over one."""
-    whole = torch.randn(WORLD_SIZE * NUMEL, generator=torch.Generator().manual_seed(place.rank)) ** 3
+    whole = (torch.randn(WORLD_SIZE * NUMEL, generator=torch.Generator().manual_seed(place.rank)) ** 3).to(place.device)
     for number, (name, dtype) in enumerate((name, dtype) for name in FORMATS for dtype in (torch.float32, BF16)):
         given = {"format": name}
         if zcomm.get_format(name).is_random:
@@ -378,7 +403,7 @@ def exchange_with_state(place: Place, hashes: Hashes) -> None:
     residual = zcomm.Residual(topology, [("a", 0, numel)], numel, beta=0.9, reset_interval=3)
     generator = torch.Generator().manual_seed(place.rank)
     for _ in range(STEPS):
-        source, output = torch.randn(numel, generator=generator), torch.empty(512)
+        source, output = torch.randn(numel, generator=generator).to(place.device), torch.empty(512, device=place.device)
         with hashes.traffic():
             zcomm.reduce_scatter_single(
                 output, source, "avg", group=topology, format=("int8", "nf4"), residual=residual
