@@ -23,6 +23,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from itertools import product
@@ -92,10 +93,13 @@ def prepare(arguments: argparse.Namespace) -> str:
     waiting = [[*command, "--formats", f, "--dtypes", d] for f, d in product(arguments.formats, arguments.dtypes)]
     running: list[subprocess.Popen[bytes]] = []
     failed = 0
-    while waiting or running:
-        while waiting and len(running) < arguments.jobs:
-            running.append(subprocess.Popen(waiting.pop(), stdout=subprocess.DEVNULL))
-        failed += running.pop(0).wait() != 0
+    # The compiled kernels are kept, but not what is tuned while others use the GPU.
+    with tempfile.TemporaryDirectory() as folder:
+        environment = {**os.environ, "XDG_CACHE_HOME": folder}
+        while waiting or running:
+            while waiting and len(running) < arguments.jobs:
+                running.append(subprocess.Popen(waiting.pop(), stdout=subprocess.DEVNULL, env=environment))
+            failed += running.pop(0).wait() != 0
     return f"{failed} of the processes that compile failed" if failed else ""
 
 

@@ -46,6 +46,7 @@ from .ptx import (
     PAIRS_FROM_BYTES,
     PAIRS_TO_BYTES,
     capability,
+    has_ptx,
 )
 
 NAN_HEADER = tl.constexpr(0x7FC0)
@@ -56,13 +57,6 @@ FP8_SMALLEST_NORMAL_BITS = tl.constexpr(0x3C800000)  # 2^-6
 
 LEVELS = tl.constexpr(NF4_LEVELS)
 MIDPOINTS = tl.constexpr(tuple((low + high) / 2 for low, high in pairwise(NF4_LEVELS)))
-
-
-@triton.jit
-def _has_ptx(KIND: tl.constexpr, IS_RANDOM: tl.constexpr):
-    """Whether a text of ptx.py encodes: the hardware's conversion to e4m3 came with sm_89."""
-    CAPABILITY: tl.constexpr = 0 if INTERPRETED else capability()
-    return CAPABILITY >= (89 if KIND == "fp8" else 80) and KIND != "asymmetric" and not IS_RANDOM
 
 
 @triton.jit
@@ -78,7 +72,8 @@ def encode_tile(
     else:
         headers, inverse = _scales_of(absmax, is_finite, QMAX)
         scaled = values * inverse[:, None]
-        if _has_ptx(KIND, IS_RANDOM):
+        HAS_PTX: tl.constexpr = False if INTERPRETED else has_ptx(KIND, IS_RANDOM)
+        if HAS_PTX:
             if BITS == 4:
                 low, high = tl.split(tl.reshape(scaled, (scaled.shape[0], scaled.shape[1] // 2, 2)))
                 codes = _pairs_by_ptx(low, high, is_finite, KIND)
@@ -97,7 +92,8 @@ def encode_pairs(low, high, KIND: tl.constexpr, QMAX: tl.constexpr):
     is_finite = absmax < INFINITY_BITS
     headers, inverse = _scales_of(absmax, is_finite, QMAX)
     low, high = low * inverse[:, None], high * inverse[:, None]
-    if _has_ptx(KIND, False):
+    HAS_PTX: tl.constexpr = False if INTERPRETED else has_ptx(KIND, False)
+    if HAS_PTX:
         codes = _pairs_by_ptx(low, high, is_finite, KIND)
     else:
         low, high = _codes_of(low, 0.0, KIND, QMAX, False), _codes_of(high, 0.0, KIND, QMAX, False)

@@ -23,7 +23,7 @@ from triton.language import core
 __all__ = [
     "DECODE_FP8", "DECODE_INT4", "DECODE_INT8", "DECODE_NF4", "ENCODE_FP8", "ENCODE_INT4", "ENCODE_INT8", "ENCODE_NF4",
     "FOUR_FROM_BYTES", "FOUR_TO_BYTES", "NF4_LEVELS", "PAIRS_FROM_BYTES", "PAIRS_TO_BYTES", "RECIPROCAL",
-    "capability",
+    "capability", "has_ptx",
 ]  # fmt: skip
 
 # The levels of the contract's N5, as in zcomm._formats.blocks; a test compares them.
@@ -45,6 +45,18 @@ def capability(_semantic: Any = None) -> Any:
     options = _semantic.builder.options
     is_nvidia = getattr(options, "backend_name", "") == "cuda"
     return core.constexpr(int("".join(filter(str.isdigit, options.arch))) if is_nvidia else 0)
+
+
+@core.builtin
+def has_ptx(KIND: Any, IS_RANDOM: Any, _semantic: Any = None) -> Any:
+    """Whether a text of this module encodes: the hardware's conversion to e4m3 came with sm_89.
+
+    A builtin: what a jitted function returns is no constant before Triton 3.7.
+    """
+    kind, is_random = (core._unwrap_if_constexpr(value) for value in (KIND, IS_RANDOM))
+    needed = 89 if kind == "fp8" else 80
+    found = core._unwrap_if_constexpr(capability(_semantic=_semantic))
+    return core.constexpr(found >= needed and kind != "asymmetric" and not is_random)
 
 
 def _text(*lines: str) -> Any:

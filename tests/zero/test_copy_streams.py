@@ -1,10 +1,12 @@
 """Copies between host memory and a GPU: on separate streams, ordered after computation, recorded with the allocator."""
 
-# covers zero/_activations/memory_storage.py zero/_storage/file_shard.py zero/_storage/host_memory.py
+# covers zero/_activations/memory_storage.py zero/_gather/gather_sources.py
+# covers zero/_storage/file_shard.py zero/_storage/host_memory.py
 
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from torch import Tensor
 
 from tests.recorded_streams import DEVICE, Event, OnDevice, Recorded
 from zero._activations.memory_storage import Copies
+from zero._gather import gather_sources
 from zero._storage.file_shard import FileShard
 from zero._storage.file_store import FileStore
 from zero._storage.host_memory import CopyStream, HostMemory
@@ -82,7 +85,37 @@ def test_a_shard_in_host_memory_is_sent_from_its_row(recorded: Recorded) -> None
     storage, there = HostShard(shard, CopyStream(DEVICE)), _target(recorded)
     with storage.on_stream():
         assert storage.fetch(2, 6, there) is there
-    assert recorded.log == ["side1 after main", "copy on side1"]
+    assert recorded.log == ["side1 after main", "copy on side1", "event on side1"]
+
+
+@pytest.mark.parametrize("writes", [lambda storage: storage.target(0, 4), lambda storage: storage.settle()])
+def test_the_host_writes_a_shard_once_its_copies_have_read_it(recorded: Recorded, writes: Any) -> None:
+    storage = HostShard(torch.zeros(8), CopyStream(DEVICE))
+    writes(storage)
+    assert not recorded.log
+    with storage.on_stream():
+        storage.fetch(2, 6, _target(recorded))
+    recorded.log.clear()
+    writes(storage)
+    assert recorded.log == ["host after event"]
+    storage.target(4, 8)
+    assert recorded.log == ["host after event"], "one wait for each fetch"
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_computation_waits_for_an_exchange_that_nobody_waits_for(
+    recorded: Recorded, monkeypatch: pytest.MonkeyPatch, *, is_async: bool
+) -> None:
+    """Without overlap the exchange has no work to wait for, but runs on the copy stream all the same."""
+    storage = HostShard(torch.zeros(4), CopyStream(DEVICE))
+    work = object() if is_async else None
+    monkeypatch.setattr(gather_sources, "_gather_columns", lambda *_: work)
+    options = SimpleNamespace(columns=lambda _: [(0, 4)], is_async=is_async, format="none",
+                              topology=SimpleNamespace(world_size=1, shard_index=lambda _: 0))  # fmt: skip
+    primary: Any = gather_sources.Primary(SimpleNamespace(layout=None, storage=storage), options)  # type: ignore[arg-type]
+    assert primary.start(0, _target(recorded)) is work
+    joined = [] if is_async else ["main after side1"]
+    assert recorded.log == ["side1 after main", "copy on side1", "event on side1", *joined]
 
 
 def test_a_buffer_of_a_file_is_used_again_once_its_copy_is_made(

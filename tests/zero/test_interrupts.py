@@ -356,3 +356,27 @@ def _check_threads(rank: int) -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_two_threads_at_a_time_are_a_named_error(world_size: int) -> None:
     run_ranks(world_size, _check_threads)
+
+
+def _check_graph_that_is_freed_late(rank: int) -> None:
+    """With a GPU the graph of a failed backward is freed a moment later, by a thread of the engine."""
+    model, freed_after = _new(), 3
+    with zero_optimizer(model, _sgd(model), stage=3) as optimizer:
+        _step(_loss(model), optimizer)
+
+        def backward() -> object | None:
+            nonlocal freed_after
+            freed_after -= 1
+            return object() if freed_after > 0 else None
+
+        optimizer.parts.runtime.hooks._backward = backward
+        _step(_loss(model), optimizer)
+        assert freed_after <= 0
+        optimizer.parts.runtime.hooks._backward = object
+        with pytest.raises(StateError, match="two threads use one model"):
+            _loss(model)
+        optimizer.parts.runtime.hooks._backward = None
+
+
+def test_a_backward_that_failed_a_moment_ago_does_not_take_the_model() -> None:
+    run_ranks(1, _check_graph_that_is_freed_late)

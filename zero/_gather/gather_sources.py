@@ -158,7 +158,10 @@ class Primary:
             return storage.gather((start, stop), rows, async_op=self._options.is_async)
         with storage.on_stream():  # else the exchange would send the buffer before the copy has filled it
             own = storage.fetch(start, stop, row)
-            return _gather_columns(full, own, (start, stop), self._options, self._options.format)
+            work = _gather_columns(full, own, (start, stop), self._options, self._options.format)
+        if work is None:
+            storage.join()
+        return work
 
 
 class Secondary:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -42,6 +43,8 @@ from zero._storage.runtime_part import RuntimePart
 
 HOOKING = frozenset({__name__, "torch._dynamo.eval_frame"})
 """Modules whose frames are hooks or call them."""
+FREED_WITHIN_S = 0.1
+"""How long the graph of a failed backward may outlive its error."""
 
 
 def calling_frame() -> FrameType:
@@ -296,11 +299,22 @@ class Hooks(RuntimePart):
         The threads of autograd's engine may: they work for a thread that waits for them.
         """
         is_taken = not self._forwards[-1].is_here if self._forwards else self._backward is not None
-        if is_taken and not is_in_backward:
+        if is_taken and not is_in_backward and not self._failed_backward_is_freed():
             raise StateError(
                 "two threads use one model at stage 3 at a time, and would release parameters that the other needs: "
                 "put a lock around forward and backward"
             )
+
+    def _failed_backward_is_freed(self) -> bool:
+        """Whether the backward that takes the model has failed, and its graph is freed within ``FREED_WITHIN_S``.
+
+        With a GPU a thread of autograd's engine frees it, and needs the GIL for that.
+        """
+        end = time.monotonic() + FREED_WITHIN_S
+        while not self._forwards and self._backward is not None and time.monotonic() < end:
+            time.sleep(1e-3)
+            self.recover()
+        return not self._forwards and self._backward is None
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:  # noqa: ARG002
         if output is not None and self._forwards and self._forwards[-1].module is not module:

@@ -80,9 +80,9 @@ class GatheredEdits:
             for piece, master in bucket.master_pieces(self._stage, row):
                 if piece.slot in changed:
                     part = slice(piece.start, piece.stop)
-                    values = rows[part].to(master.dtype)
+                    values = rows[part].to(master.device, master.dtype)  # masters may be in host memory
                     if before is not None:
-                        is_same = rows[part] == before[part]
+                        is_same = (rows[part] == before[part]).to(master.device)
                         values = torch.where(is_same, master, values)
                         changed[piece.slot] |= not bool(is_same.all())
                     master.copy_(values)

@@ -252,6 +252,8 @@ class Runtime:
         storages = [
             bucket.storage for bucket in chosen if bucket.master is bucket.shard and not bucket.storage.is_in_memory
         ]
+        for bucket in chosen if is_changed else ():
+            bucket.storage.settle()
         contexts = [storage.in_memory() for storage in storages]
         contexts += [self.states_in_memory(b, is_changed=is_changed) for b in chosen if b.states.is_in_files]
         with ExitStack() as stack:

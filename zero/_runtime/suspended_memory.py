@@ -38,7 +38,7 @@ class SuspendedMemory:
         """Move the storages of ``tensors`` to host memory; one that several tensors share is moved once."""
         for storage in new_storages(tensors, set()):
             is_pinned = pins_memory and storage.device.type == "cuda"
-            copy = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=is_pinned)
+            copy = torch.empty(storage.nbytes(), dtype=torch.uint8, device="cpu", pin_memory=is_pinned)
             copy.copy_(_bytes_of(storage), non_blocking=non_blocking)
             self._copies.append((storage, copy))
         # A non-blocking copy may still read the memory that is freed here. That is safe: the caching allocator hands it

@@ -171,6 +171,10 @@ class FileShard(OnDemandShard):
         """The copy stream."""
         return self._copies.on_stream()
 
+    def join(self) -> None:
+        """Let the current stream wait for the copy stream."""
+        self._copies.join()
+
     def fetch(self, start: int, stop: int, row: Tensor) -> Tensor:
         """The values of a part; NaN if it cannot be read, so that the exchange takes place on every rank (B3)."""
         self._complete()

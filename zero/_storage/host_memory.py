@@ -37,6 +37,11 @@ class CopyStream:
         with torch.cuda.stream(self._stream):
             yield
 
+    def join(self) -> None:
+        """Later work of the compute stream runs after the copies and exchanges enqueued here so far."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self.device).wait_stream(self._stream)
+
     def event(self) -> torch.cuda.Event | None:
         """An event that completes when all copies so far have; None: they have completed."""
         return None if self._stream is None else self._stream.record_event()
@@ -80,7 +85,7 @@ class HostMemory:
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A flat tensor; its contents are undefined."""
         with torch.inference_mode(mode=False):  # a tensor made in inference mode could not be used in training
-            return torch.empty(numel, dtype=dtype, pin_memory=self._pins)
+            return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=self._pins)
 
     def fetch_gradient(self, mean: Tensor, target: Tensor) -> PendingCopy:
         """Start copying ``mean`` from the device into ``target``, of any floating dtype.

@@ -88,12 +88,21 @@ class ShardStorage(ABC):
         """
         return nullcontext()
 
+    def join(self) -> None:  # noqa: B027
+        """Let the current stream wait for what was enqueued in :meth:`on_stream`.
+
+        Call it after an exchange that is not asynchronous: such a one leaves nothing else to wait for.
+        """
+
     @abstractmethod
     def fetch(self, start: int, stop: int, row: Tensor) -> Tensor:
         """Elements ``[start, stop)`` on the device, for an exchange; ``row`` is their place in the full parameters."""
 
     def fetched(self) -> None:  # noqa: B027
         """The exchanges that send what :meth:`fetch` returned are complete: its buffers may be reused."""
+
+    def settle(self) -> None:  # noqa: B027
+        """Wait until nothing in flight reads ``shard``, which the host is about to write; :meth:`target` does so."""
 
     def in_memory(self) -> AbstractContextManager[None]:
         """Within the block, ``shard`` has its values."""
@@ -209,6 +218,7 @@ class HostShard(InMemoryShard):
     def __init__(self, shard: Tensor, copies: CopyStream, *, updates_on_host: bool = True) -> None:
         super().__init__(shard, updates_on_host=updates_on_host)
         self.device, self._copies = copies.device, copies
+        self._last_fetch: torch.cuda.Event | None = None
 
     def _crosses(self, *, on_host: bool) -> bool:
         return not on_host
@@ -220,10 +230,28 @@ class HostShard(InMemoryShard):
         """The copy stream."""
         return self._copies.on_stream()
 
+    def join(self) -> None:
+        """Let the current stream wait for the copy stream."""
+        self._copies.join()
+
     def fetch(self, start: int, stop: int, row: Tensor) -> Tensor:
         """Fill ``row`` from host memory."""
         record(KIND, "to_device", row.numel() * row.element_size())
-        return row.copy_(self.shard[start:stop], non_blocking=True)
+        row.copy_(self.shard[start:stop], non_blocking=True)
+        self._last_fetch = self._copies.event()
+        return row
+
+    def settle(self) -> None:
+        """Wait for the last copy to the device: long complete in a step, but an evaluation ends before its copies."""
+        if self._last_fetch is not None:
+            self._last_fetch.synchronize()
+            self._last_fetch = None
+
+    def target(self, start: int, stop: int, device: torch.device | None = None) -> Tensor:
+        """Elements of the shard itself, which the host may write now, unless the update runs on the device."""
+        if not self._crosses(on_host=self._runs_on_host(device)):
+            self.settle()
+        return super().target(start, stop, device)
 
 
 class QuantizedShard(OnDemandShard):
