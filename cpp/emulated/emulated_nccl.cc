@@ -144,7 +144,7 @@ EXPORTED Result ncclCommSplit(Comm comm, int color, int key, Comm* split, Config
   const std::string name = parent->name + "-" + std::to_string(++parent->num_splits);
   parent->split = std::make_shared<Network>(name, parent->size, parent->rank);
   *split = new Communicator{parent->split, parent->size, parent->rank, config->blocking != 0, name};
-  return Result::kInProgress;
+  return config->blocking != 0 ? Result::kSuccess : Result::kInProgress;  // as of NCCL 2.28, while it is in progress
 }
 
 EXPORTED Result ncclCommGetAsyncError(Comm comm, Result* result) {
@@ -161,6 +161,9 @@ EXPORTED Result ncclCommGetAsyncError(Comm comm, Result* result) {
 }
 
 EXPORTED Result ncclCommFinalize(Comm comm) {
+  Result state = Result::kSuccess;
+  ncclCommGetAsyncError(comm, &state);
+  if (!Of(comm)->is_blocking && state == Result::kInProgress) return Result::kInvalidArgument;
   Of(comm)->is_finalized = true;
   if (!Of(comm)->is_blocking) return Result::kInProgress;
   while (!Of(comm)->network->is_idle()) std::this_thread::sleep_for(std::chrono::milliseconds(1));

@@ -43,7 +43,7 @@ void NcclTransport::Join(const UniqueId& id) {
   config.blocking = 0;
   const int size = static_cast<int>(size_);
   const Result result = nccl_.comm_init_rank_config(&joined_, size, id, static_cast<int>(rank_), &config);
-  WaitUntilComplete(joined_, result, "ncclCommInitRankConfig");
+  WaitUntilReady(joined_, result, "ncclCommInitRankConfig");
 }
 
 // The second communicator has its own config (blocking). The split is complete when the first one says so. Only then
@@ -51,8 +51,8 @@ void NcclTransport::Join(const UniqueId& id) {
 void NcclTransport::SplitOff() {
   Config config;
   config.blocking = 1;
-  WaitUntilComplete(joined_, nccl_.comm_split(joined_, 0, static_cast<int>(rank_), &split_, &config), "ncclCommSplit");
-  WaitUntilComplete(joined_, nccl_.comm_finalize(joined_), "ncclCommFinalize");
+  WaitUntilReady(joined_, nccl_.comm_split(joined_, 0, static_cast<int>(rank_), &split_, &config), "ncclCommSplit");
+  WaitUntilReady(joined_, nccl_.comm_finalize(joined_), "ncclCommFinalize");
   nccl_.comm_destroy(joined_);
   joined_ = std::exchange(split_, nullptr);
 }
@@ -137,6 +137,10 @@ void* NcclTransport::Register(void* data, std::size_t nbytes) {
 void NcclTransport::Deregister(void* registration) noexcept {
   const Comm comm = comm_;
   if (comm != nullptr) nccl_.comm_deregister(comm, registration);
+}
+
+void NcclTransport::WaitUntilReady(Comm nonblocking, Result result, const char* call) {
+  WaitUntilComplete(nonblocking, result == Result::kSuccess ? Result::kInProgress : result, call);
 }
 
 void NcclTransport::WaitUntilComplete(Comm comm, Result result, const char* call) {

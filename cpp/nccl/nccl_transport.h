@@ -55,6 +55,9 @@ class NcclTransport final : public Transport {
   // kSuccess.
   void WaitUntilComplete(Comm comm, Result result, const char* call);
   void WaitUntilComplete(Result result, const char* call) { WaitUntilComplete(comm_, result, call); }
+  // The same for a nonblocking communicator, which is asked for its state whatever `call` returned: with a config that
+  // blocks, ncclCommSplit of NCCL 2.28 returns kSuccess while the split is in progress.
+  void WaitUntilReady(Comm nonblocking, Result result, const char* call);
   // Runs `work` on a new thread and returns its result. Throws if it does not return before the timeout: it may block.
   Result RunWithTimeout(std::function<Result()> work, const char* call) const;
   template <class Call>

@@ -78,9 +78,15 @@ Library MakeLibrary() {
     EXPECT(comm == &fake.comm, "of the first");
     *split = &fake.split;
     fake.split_blocking = config->blocking;
-    return RecordCall("split " + std::to_string(color) + " " + std::to_string(key));
+    const Result result = RecordCall("split " + std::to_string(color) + " " + std::to_string(key));
+    if (result != Result::kSuccess) return result;
+    fake.num_in_progress = 3;
+    return Result::kSuccess;  // while the split is in progress, as NCCL 2.28 does
   };
-  f.comm_finalize = [](Comm comm) { return RecordCall(std::string("finalize") + Of(comm)); };
+  f.comm_finalize = [](Comm comm) {
+    if (fake.num_in_progress > 0) return Result::kInvalidArgument;
+    return RecordCall(std::string("finalize") + Of(comm));
+  };
   f.comm_destroy = [](Comm comm) { return RecordCall(std::string("destroy") + Of(comm)); };
   f.comm_abort = [](Comm comm) {
     const Result result = RecordCall(std::string("abort") + Of(comm));
