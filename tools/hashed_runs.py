@@ -258,7 +258,7 @@ def train_built_sharded(place: Place, hashes: Hashes) -> None:
     """Train a model that zero.Init shards as it is built, with loaded weights, evaluated between steps."""
     weights = new_model(place).state_dict()
     with hashes.traffic():
-        with zero.Init(dtype=BF16, ranks_per_node=RANKS_PER_NODE):
+        with zero.Init(dtype=BF16, ranks_per_node=RANKS_PER_NODE, remote_device=place.device):
             seed(place.rank)
             model = Model()
         zero.load_pretrained(model, weights if place.rank == 0 else None)
@@ -489,7 +489,8 @@ def _tiers() -> Iterable[tuple[str, Run | Then]]:
     yield "nvme-states-stage2", partial(in_files, stage=2, offload_optimizer=_offload("nvme", **ahead))
     yield "nvme-states-stage3", partial(in_files, offload_optimizer=_offload("nvme"))
     params = _offload("nvme", max_in_cpu=0, buffer_size=5000)
-    yield "nvme-params", partial(in_files, offload_param=params)
+    # zero.CPUAdam updates host memory; with a GPU the masters are there.
+    yield "nvme-params", partial(in_files, inner=torch.optim.AdamW, offload_param=params)
     yield "nvme-states-params-zeropp", partial(
         in_files, offload_optimizer=_offload("nvme", **ahead), offload_param=params,
         quantized_weights=True, quantized_gradients=True, loop={"num_micro": 2},
