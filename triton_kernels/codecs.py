@@ -33,6 +33,7 @@ from .arithmetic import (
 )
 from .ptx import (
     DECODE_FP8,
+    DECODE_FP8_BITS,
     DECODE_INT4,
     DECODE_INT8,
     DECODE_NF4,
@@ -42,6 +43,7 @@ from .ptx import (
     ENCODE_NF4,
     FOUR_FROM_BYTES,
     FOUR_TO_BYTES,
+    MULTIPLY_ADD,
     NF4_LEVELS,
     PAIRS_FROM_BYTES,
     PAIRS_TO_BYTES,
@@ -52,6 +54,7 @@ from .ptx import (
 NAN_HEADER = tl.constexpr(0x7FC0)
 TINY = tl.constexpr(2.0**-100)
 LARGEST_ASYMMETRIC = tl.constexpr(2.0**126)
+FP8_FACTOR = tl.constexpr(2.0**120)  # the difference of float32's bias and e4m3's
 FP8_LARGEST = tl.constexpr(0x7E)
 FP8_SMALLEST_NORMAL_BITS = tl.constexpr(0x3C800000)  # 2^-6
 
@@ -222,6 +225,21 @@ def decode_tile(headers, codes, KIND: tl.constexpr, BITS: tl.constexpr):
     else:
         values = _levels_by_ptx(codes, KIND, BITS) * scales
     return values
+
+
+@triton.jit
+def added_tile(total, headers, codes, KIND: tl.constexpr, BITS: tl.constexpr):
+    """RN(total + value) of each value of a codec that ``is_fused``, by one instruction: the product is exact.
+
+    Scales are below ``clamped_from``, so those of e4m3 can be multiplied by what its exponents lack.
+    """
+    scales = float_of(headers << 16)[:, None]
+    if KIND == "fp8":
+        scales *= FP8_FACTOR
+        levels = tl.inline_asm_elementwise(DECODE_FP8_BITS, FOUR_FROM_BYTES, [codes], tl.float32, True, 4)
+    else:
+        levels = _levels_by_ptx(codes, KIND, BITS)
+    return tl.inline_asm_elementwise(MULTIPLY_ADD, "=r,r,r,r", [levels, scales, total], tl.float32, True, 1)
 
 
 @triton.jit

@@ -186,14 +186,16 @@ def decode_sum_kernel(
     KIND: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, COLS: tl.constexpr, ROTATED: tl.constexpr,
     DIVIDED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """The sum of messages, in their order, over ``divisor``."""
+    """The sum of messages, in their order, over ``divisor``; with DIVIDED "by product" times it, "" without it."""
     ROWS: tl.constexpr = TILE // COLS if TILE > COLS else 1
     _, segment, tile, remaining = locate(num_segments, segment_numel, BLOCK, ROWS)
     shape = (segment_numel, segment_nbytes, codes_offset)
     total = load_sum(
         messages_ptr, num_messages, pitch, segment, tile, remaining, shape, KIND, BITS, BLOCK, ROTATED, ROWS, COLS
     )
-    if DIVIDED:
+    if DIVIDED == "by product":
+        total = total * divisor
+    elif DIVIDED == "by division":
         total = divided(total, divisor)
     store_array(out_ptr, segment * segment_stride + tile * (BLOCK * ROWS), total, remaining, BLOCK, ROWS, COLS)
     if (tile == 0) & (segment == 0):

@@ -13,6 +13,7 @@ too short could be taken for the one that was in that memory before.
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -118,17 +119,29 @@ def decode(
     )
 
 
+def _division(divisor: float) -> tuple[str, float]:
+    """How to divide, and the number to divide by or to multiply by.
+
+    The inverse of a power of two is exact, so a product with it is the quotient, rounded once, too.
+    """
+    is_power = 2.0**-100 <= divisor <= 2.0**100 and math.frexp(divisor)[0] == 0.5
+    if divisor == 1:
+        return "", 1.0
+    return ("by product", 1 / divisor) if is_power else ("by division", float(divisor))
+
+
 def decode_sum(
     messages: Tensor, layout: Layout, out: Tensor | Summed, segment_stride: int, divisor: float, *, is_valid: Tensor
 ) -> None:
     """Write the sum of ``messages``, divided by ``divisor``, into ``out``: segment s at ``s * segment_stride``."""
     out, refused = out if isinstance(out, Summed) else (out, None)
     encoding = encoding_of(layout)
+    how, factor = _division(divisor)
     run(
         kernels.decode_sum_kernel,
-        (typed(messages, layout), out, is_valid, refused, segment_stride, messages.shape[0], float(divisor),
+        (typed(messages, layout), out, is_valid, refused, segment_stride, messages.shape[0], factor,
          *encoding.shape),
-        _decoder(layout) | {"DIVIDED": divisor != 1},
+        _decoder(layout) | {"DIVIDED": how},
         num_units=layout.num_segments,
         numel=layout.segment_numel,
         block=encoding.block,

@@ -21,9 +21,9 @@ import triton.language as tl
 from triton.language import core
 
 __all__ = [
-    "DECODE_FP8", "DECODE_INT4", "DECODE_INT8", "DECODE_NF4", "ENCODE_FP8", "ENCODE_INT4", "ENCODE_INT8", "ENCODE_NF4",
-    "FOUR_FROM_BYTES", "FOUR_TO_BYTES", "NF4_LEVELS", "PAIRS_FROM_BYTES", "PAIRS_TO_BYTES", "RECIPROCAL",
-    "capability", "has_ptx",
+    "DECODE_FP8", "DECODE_FP8_BITS", "DECODE_INT4", "DECODE_INT8", "DECODE_NF4", "ENCODE_FP8", "ENCODE_INT4",
+    "ENCODE_INT8", "ENCODE_NF4", "FOUR_FROM_BYTES", "FOUR_TO_BYTES", "MULTIPLY_ADD", "NF4_LEVELS", "PAIRS_FROM_BYTES",
+    "PAIRS_TO_BYTES", "RECIPROCAL", "capability", "clamped_from", "has_ptx", "is_fused",
 ]  # fmt: skip
 
 # The levels of the contract's N5, as in zcomm._formats.blocks; a test compares them.
@@ -57,6 +57,22 @@ def has_ptx(KIND: Any, IS_RANDOM: Any, _semantic: Any = None) -> Any:
     needed = 89 if kind == "fp8" else 80
     found = core._unwrap_if_constexpr(capability(_semantic=_semantic))
     return core.constexpr(found >= needed and kind != "asymmetric" and not is_random)
+
+
+@core.builtin
+def is_fused(KIND: Any, _semantic: Any = None) -> Any:
+    """Whether codes times scales are exact in float32, 8 bits by 8, so that a sum may be fused with the product."""
+    found = core._unwrap_if_constexpr(capability(_semantic=_semantic))
+    return core.constexpr(found >= 80 and core._unwrap_if_constexpr(KIND) in ("symmetric", "nf4", "fp8"))
+
+
+@core.builtin
+def clamped_from(KIND: Any, _semantic: Any = None) -> Any:
+    """The bits of the scale from which a product may exceed float32, or a scale of e4m3 times 2^120 would.
+
+    No code is above 448: 2^119 times that is finite.
+    """
+    return core.constexpr(0x43800000 if core._unwrap_if_constexpr(KIND) == "fp8" else 0x7B000000)
 
 
 def _text(*lines: str) -> Any:
@@ -104,6 +120,7 @@ ENCODE_INT4 = _text(
     f"lop3.b32 e0, e0, o0, 0x0F0F0F0F, {ALTERNATE};",
     "and.b32 $0, e0, $9;",
 )
+MULTIPLY_ADD = tl.constexpr("fma.rn.f32 $0, $1, $2, $3;")
 # From sm_89 on. The lop3, a & (b | c), clears the sign of negative zeros: a magnitude plus 0x7F has the highest bit
 # unless it is 0.
 ENCODE_FP8 = _text(
@@ -135,14 +152,15 @@ DECODE_INT4 = _text(
     *[f"add.rn.f32 ${k}, ${k}, 0fCB000008;" for k in range(8)],
 )
 # Move sign, exponent and mantissa to their places in a float32; times 2^120 corrects the bias, for denormals too.
-DECODE_FP8 = _text(
+_FP8_BITS = (
     _registers("codes"),
     "mov.b32 codes, $4;",
     *[f"prmt.b32 ${k}, codes, 0, {k << 12 | 0x0444:#06x};" for k in range(4)],
     *[f"shr.s32 ${k}, ${k}, 4;" for k in range(4)],
     *[f"and.b32 ${k}, ${k}, 0x87F00000;" for k in range(4)],
-    *[f"mul.rn.f32 ${k}, ${k}, 0f7B800000;" for k in range(4)],
 )
+DECODE_FP8_BITS = _text(*_FP8_BITS)
+DECODE_FP8 = _text(*_FP8_BITS, *[f"mul.rn.f32 ${k}, ${k}, 0f7B800000;" for k in range(4)])
 
 
 def _table(numbers: Sequence[int], byte: int) -> list[str]:
@@ -247,6 +265,7 @@ def _compared() -> list[str]:
         for name, (low, high), d in zip("ab", (names[:2], names[2:]), differences, strict=True):
             lines += [
                 f"prmt.b32 {low}, {low}, {high}, 0x5410;",
+                f"and.b32 {low}, {low}, 0x7FFF7FFF;",  # of NaN they would borrow from the neighbour's
                 f"prmt.b32 {d}, {name}0, {name}1, {digits:#06x};",
                 f"sub.u32 {d}, {d}, {low};",
             ]

@@ -17,6 +17,7 @@ import triton.language as tl
 
 from .arithmetic import (
     FLOAT32_MAX,
+    INTERPRETED,
     UPPER_HALF,
     butterflies,
     clamped,
@@ -26,7 +27,8 @@ from .arithmetic import (
     philox_words,
     widened,
 )
-from .codecs import decode_tile
+from .codecs import added_tile, decode_tile
+from .ptx import clamped_from, is_fused
 
 
 @triton.jit
@@ -138,16 +140,26 @@ def load_message(
     Those of block codecs are in [-LARGEST, LARGEST] or NaN.
     ``shape``: elements of a segment, bytes of its codes, offset of the codes.
     """
-    segment_numel, segment_nbytes, codes_offset = shape
+    segment_numel, _, _ = shape
     if KIND == "cast":
         first = segment * segment_numel + tile * (BLOCK * ROWS)
         values = load_array(message_ptr, first, remaining, BLOCK, ROWS, COLS)
     else:
-        headers = _load_headers(message_ptr, segment, tile, remaining, segment_numel, KIND, BLOCK, ROWS)
-        codes_ptr = message_ptr + codes_offset + segment * segment_nbytes
-        codes = _load_codes(codes_ptr, tile, segment_nbytes, BITS, BLOCK, ROWS, COLS)
+        headers, codes = _load_block(message_ptr, segment, tile, remaining, shape, KIND, BITS, BLOCK, ROWS, COLS)
         values = decoded_tile(headers, codes, remaining, KIND, BITS, BLOCK, ROTATED, ROWS, LARGEST)
     return values
+
+
+@triton.jit
+def _load_block(
+    message_ptr, segment, tile, remaining, shape, KIND: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """Headers int32 [ROWS] and bytes of codes of a tile of a message of a block codec."""
+    segment_numel, segment_nbytes, codes_offset = shape
+    headers = _load_headers(message_ptr, segment, tile, remaining, segment_numel, KIND, BLOCK, ROWS)
+    codes_ptr = message_ptr + codes_offset + segment * segment_nbytes
+    return headers, _load_codes(codes_ptr, tile, segment_nbytes, BITS, BLOCK, ROWS, COLS)
 
 
 @triton.jit
@@ -156,15 +168,56 @@ def load_sum(
     BLOCK: tl.constexpr, ROTATED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """The sum of the messages' values, the first plus the second, plus the third, ..."""
+    FUSED: tl.constexpr = False if INTERPRETED else not ROTATED and is_fused(KIND)
+    if FUSED:
+        total, largest = _fused_sum(
+            messages_ptr, num_messages, pitch, segment, tile, remaining, shape, KIND, BITS, BLOCK, ROWS, COLS
+        )
+        if largest >= clamped_from(KIND):
+            total = _clamped_sum(
+                messages_ptr, num_messages, pitch, segment, tile, remaining, shape, KIND, BITS, BLOCK, ROTATED, ROWS,
+                COLS, 1,
+            )  # fmt: skip
+    else:
+        total = _clamped_sum(
+            messages_ptr, num_messages, pitch, segment, tile, remaining, shape, KIND, BITS, BLOCK, ROTATED, ROWS,
+            COLS, 4,
+        )  # fmt: skip
+    return total
+
+
+@triton.jit
+def _clamped_sum(
+    messages_ptr, num_messages, pitch, segment, tile, remaining, shape, KIND: tl.constexpr, BITS: tl.constexpr,
+    BLOCK: tl.constexpr, ROTATED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, UNROLLED: tl.constexpr,
+):  # fmt: skip
+    """The sum, each term clamped to float32's finite range."""
     total = load_message(
         messages_ptr, segment, tile, remaining, shape, KIND, BITS, BLOCK, ROTATED, ROWS, COLS, FLOAT32_MAX
     )
-    for _ in tl.range(1, num_messages, loop_unroll_factor=4):
+    for _ in tl.range(1, num_messages, loop_unroll_factor=UNROLLED):
         messages_ptr += pitch
         total += load_message(
             messages_ptr, segment, tile, remaining, shape, KIND, BITS, BLOCK, ROTATED, ROWS, COLS, FLOAT32_MAX
         )
     return total
+
+
+@triton.jit
+def _fused_sum(
+    messages_ptr, num_messages, pitch, segment, tile, remaining, shape, KIND: tl.constexpr, BITS: tl.constexpr,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """The sum without clamps, and the bits of the largest scale: below ``clamped_from`` no term needs one."""
+    headers, codes = _load_block(messages_ptr, segment, tile, remaining, shape, KIND, BITS, BLOCK, ROWS, COLS)
+    total = decode_tile(headers, codes, KIND, BITS)
+    largest = headers << 16
+    for _ in tl.range(1, num_messages, loop_unroll_factor=4):
+        messages_ptr += pitch
+        headers, codes = _load_block(messages_ptr, segment, tile, remaining, shape, KIND, BITS, BLOCK, ROWS, COLS)
+        total = added_tile(total, headers, codes, KIND, BITS)
+        largest = tl.maximum(largest, headers << 16)
+    return total, tl.max(largest, axis=0)
 
 
 @triton.jit
