@@ -1,5 +1,6 @@
 #include "arguments.h"
 
+#include <cmath>
 #include <limits>
 
 #include "zcomm/check.h"
@@ -10,6 +11,13 @@ namespace {
 
 constexpr float kLargest = std::numeric_limits<float>::max();
 constexpr std::size_t kRangeMultiple = 256;
+
+// Of a power of two; 0 of other numbers.
+float ExactInverse(float divisor) {
+  int exponent = 0;
+  const bool is_power = std::frexp(divisor, &exponent) == 0.5F && exponent > -100 && exponent < 100;
+  return is_power ? 1.0F / divisor : 0.0F;
+}
 
 void CheckServed(const MessageLayout& layout) {
   ZCOMM_CHECK(Serves(layout),
@@ -128,6 +136,7 @@ DecodeArguments MakeCastArguments(const MessageLayout& layout, const Range& rang
       ArrayOf(static_cast<DType>(layout.codec), output.data, output.stride_nbytes / out_itemsize, layout.segment_numel),
       kLargest,
       1.0F,
+      1.0F,
       false,
       nullptr};
 }
@@ -140,6 +149,7 @@ DecodeArguments MakeDecodeArguments(const MessageLayout& layout, const Range& ra
           1,
           input.count == 0 ? Array{nullptr, 0, 0, output.dtype} : ArrayOf(layout, AsConst(output), "output"),
           is_added ? kLargest : MaxFinite(output.dtype),
+          1.0F,
           1.0F,
           is_added,
           is_valid};
@@ -155,6 +165,7 @@ DecodeArguments MakeDecodeSumArguments(const MessageLayout& layout, const Range&
           ArrayOf(layout, AsConst(output), "output"),
           kLargest,
           divisor,
+          ExactInverse(divisor),
           false,
           is_valid};
 }

@@ -65,6 +65,7 @@ struct DecodeArguments {
   Array output;
   float limit;
   float divisor;
+  float inverse;  // of a power of two, whose product is the quotient, rounded once, too; else 0
   bool is_added;
   std::int32_t* is_valid;
 };

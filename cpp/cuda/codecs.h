@@ -213,4 +213,22 @@ ZCOMM_DEVICE void DecodeVector(const std::uint32_t (&words)[C::kBits / 4], std::
   }
 }
 
+// Adds to each sum the value that DecodeVector returns. Where nothing is clamped, by one instruction: the product of a
+// level and a scale, 8 bits each, is exact.
+template <class P, class C>
+ZCOMM_DEVICE void AddVector(const std::uint32_t (&words)[C::kBits / 4], std::uint32_t header, float limit,
+                            const Tables& tables, float (&sums)[8]) {
+  if (!(C::kLargestLevel * FloatOf((header & 0x7FFFU) << 16) <= limit)) {
+    float values[8];
+    DecodeVector<P, C>(words, header, limit, tables, values);
+    ZCOMM_UNROLL
+    for (int k = 0; k < 8; ++k) sums[k] += values[k];
+    return;
+  }
+  float levels[8];
+  C::template Decode<P>(words, tables, levels);
+  ZCOMM_UNROLL
+  for (int k = 0; k < 8; ++k) sums[k] = P::MultiplyAdd(levels[k], FloatOf(header << 16), sums[k]);
+}
+
 }  // namespace zcomm::cuda

@@ -47,6 +47,7 @@ struct CudaWarp {
   }
 
   ZCOMM_DEVICE static float Divide(float a, float b) { return __fdiv_rn(a, b); }
+  ZCOMM_DEVICE static float MultiplyAdd(float a, float b, float c) { return __fmaf_rn(a, b, c); }
   ZCOMM_DEVICE static std::uint32_t Permute(std::uint32_t a, std::uint32_t b, std::uint32_t selector) {
     return __byte_perm(a, b, selector);
   }

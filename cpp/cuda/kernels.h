@@ -214,12 +214,7 @@ ZCOMM_DEVICE void SumTile(const Wire& wire, Place place, std::uint32_t num_terms
     ++place.message;
     if (i + 1 < num_terms) LoadCoded<P, C>(wire, place, &next);
     ZCOMM_UNROLL
-    for (int j = 0; j < kVectors; ++j) {
-      float term[kVector];
-      DecodeVector<P, C>(coded.words[j], coded.headers[j], limit, tables, term);
-      ZCOMM_UNROLL
-      for (int k = 0; k < kVector; ++k) v[j][k] += term[k];
-    }
+    for (int j = 0; j < kVectors; ++j) AddVector<P, C>(coded.words[j], coded.headers[j], limit, tables, v[j]);
   }
 }
 
@@ -291,7 +286,9 @@ ZCOMM_DEVICE void DecodeTiles(const DecodeArguments& a, std::uint32_t warp, std:
       ZCOMM_UNROLL
       for (int j = 0; j < kVectors; ++j) {
         ZCOMM_UNROLL
-        for (int k = 0; k < kVector; ++k) v[j][k] = P::Divide(v[j][k], a.divisor);
+        for (int k = 0; k < kVector; ++k) {
+          v[j][k] = a.inverse != 0 ? v[j][k] * a.inverse : P::Divide(v[j][k], a.divisor);
+        }
       }
     }
     if (a.is_added) {

@@ -14,6 +14,7 @@
 //   MaxOfWarp(word)               the largest word of all lanes; all lanes call
 //   Load<W>, Store<W>(pointer)    device memory, aligned to sizeof(W)
 //   Divide(a, b)                  IEEE division
+//   MultiplyAdd(a, b, c)          a * b + c, rounded once
 //   Permute(a, b, selector)       byte i of the result is byte d of a (d = 0..3) or b (d = 4..7), d digit i of selector
 //   FromFloat16(bits)             float32
 //   PackBfloat16, PackFloat16(low, high)    two float32 values to nearest, ties to even

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <functional>
@@ -53,6 +54,7 @@ class EmulatedWarp {
   }
 
   static float Divide(float a, float b) { return a / b; }
+  static float MultiplyAdd(float a, float b, float c) { return std::fma(a, b, c); }
   static std::uint32_t Permute(std::uint32_t a, std::uint32_t b, std::uint32_t selector) {
     const std::uint64_t bytes = a | static_cast<std::uint64_t>(b) << 32;
     std::uint32_t result = 0;
