@@ -177,7 +177,7 @@ class _Command(NamedTuple):
     """0: it runs without a process group."""
 
 
-LARGE = "--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 --batch-size 8"
+LARGE = "--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 --batch-size 32"
 MIDDLE = "--num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 256 --batch-size 4"
 TINY = "--device cpu --num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --steps 1"
 SOME_COLLECTIVES = "--device cpu --sizes-kib 16 --formats int8 --rounds 1 --collectives all_gather all_reduce"

@@ -67,7 +67,8 @@ def main() -> int:
     where = Where()
     if arguments.device == "cuda":
         where = Where(torch.device("cuda", 0), partial(sharing, nccl=tuple(torch.cuda.nccl.version())))
-    runners = Runner(where), Runner()
+    hidden = Where(environment=lambda _rank: {"CUDA_VISIBLE_DEVICES": ""})
+    runners = Runner(where), Runner(hidden)
     for name, mode in modes().items():
         if not any(word in name for word in arguments.only):
             continue
