@@ -70,7 +70,7 @@ def is_fused(KIND: Any, _semantic: Any = None) -> Any:
 def clamped_from(KIND: Any, _semantic: Any = None) -> Any:
     """The bits of the scale from which a product may exceed float32, or a scale of e4m3 times 2^120 would.
 
-    No code is above 448: 2^119 times that is finite.
+    No code is above 480, which times 2^119 is finite.
     """
     return core.constexpr(0x43800000 if core._unwrap_if_constexpr(KIND) == "fp8" else 0x7B000000)
 
@@ -235,7 +235,8 @@ MIDPOINTS_ADDED = 8320  # one of those with which bit 7 of entries i and i + 8 a
 
 def _midpoint_numbers() -> list[int]:
     middles = [round((low + high) * 512) + MIDPOINTS_ADDED for low, high in pairwise(NF4_LEVELS)]
-    largest = 0x7F00 | (middles[7] & 0x80)  # no code is above 15
+    largest = 0x7FFF  # no code is above 15, also of a NaN, whose guess is 15: the sum would reach the next digit
+    assert middles[7] & 0x80, "bit 7 of entries 7 and 15 must agree"
     return [middle | 0x8000 for middle in (*middles, largest)]
 
 
@@ -265,7 +266,7 @@ def _compared() -> list[str]:
         for name, (low, high), d in zip("ab", (names[:2], names[2:]), differences, strict=True):
             lines += [
                 f"prmt.b32 {low}, {low}, {high}, 0x5410;",
-                f"and.b32 {low}, {low}, 0x7FFF7FFF;",  # of NaN they would borrow from the neighbour's
+                f"and.b32 {low}, {low}, 0x7FFF7FFF;",  # a NaN's 0xFFFF would borrow from its neighbour
                 f"prmt.b32 {d}, {name}0, {name}1, {digits:#06x};",
                 f"sub.u32 {d}, {d}, {low};",
             ]

@@ -29,14 +29,19 @@ def _wide(bits: Words) -> NDArray[np.float64]:
     return floats(bits).astype(np.float64)
 
 
+def _canonical(bits: Words) -> Words:
+    """Every NaN that an operation returns is 0x7FFFFFFF."""
+    return np.where(np.isnan(floats(bits)), np.uint32(0x7FFFFFFF), bits)
+
+
 def _nearest(values: NDArray[np.float64]) -> Words:
     """Round to nearest; exact for sums and products of two float32 of similar size, which float64 represents."""
-    return words(values.astype(np.float32))
+    return _canonical(words(values.astype(np.float32)))
 
 
 def _up(values: NDArray[np.float64]) -> Words:
     nearest = values.astype(np.float32)
-    return words(np.where(nearest < values, np.nextafter(nearest, np.float32(np.inf)), nearest))
+    return _canonical(words(np.where(nearest < values, np.nextafter(nearest, np.float32(np.inf)), nearest)))
 
 
 def _prmt(a: Words, b: Words, selector: Words) -> Words:

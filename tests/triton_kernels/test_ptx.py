@@ -83,6 +83,23 @@ def test_blocks_that_are_not_finite_have_codes_of_0(text: Any) -> None:
     assert (kept[:, [0, 2]] == _encoded(text, values).reshape(-1, 4)[:, [0, 2]]).all()
 
 
+@pytest.mark.parametrize("text", [ptx.ENCODE_INT8, ptx.ENCODE_INT4, ptx.ENCODE_NF4, ptx.ENCODE_FP8])
+def test_a_block_that_is_not_finite_changes_no_code_of_its_neighbours(text: Any) -> None:
+    """A thread has elements of several blocks in one register: also where a rounded value is a midpoint itself."""
+    points = MIDPOINTS if text is ptx.ENCODE_NF4 else np.arange(8, dtype=np.float32) + np.float32(0.5)
+    steps = np.float32(2.0**-10) * np.linspace(-1.5, 1.5, 13, dtype=np.float32)
+    values = (points[:, None] + steps).astype(np.float32).ravel()
+    width = 8 if "$9" in text.value else 4
+    for value in (np.nan, np.inf, -np.inf):
+        for place in range(width):
+            operands = np.repeat(values, width).reshape(-1, width)
+            expected = _encoded(text, operands.ravel()).reshape(-1, 4)
+            operands[:, place] = value
+            mixed = _encoded(text, operands.ravel()).reshape(-1, 4)
+            others = [byte for byte in range(4) if byte != place % 4]
+            assert (mixed[:, others] == expected[:, others]).all(), (value, place)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_fp8_codes_of_all_float32_bits() -> None:
@@ -136,6 +153,32 @@ def test_all_pairs_of_codes_decode_to_their_levels() -> None:
         results = [floats(result) for result in execute(text.value, [codes.view(np.uint32)], 8)]
         found = np.stack([np.stack(results[:4], -1).ravel(), np.stack(results[4:], -1).ravel()], -1)
         assert (found == levels).all()
+
+
+def test_products_of_levels_and_scales_are_exact() -> None:
+    """So that a sum fused with the product has the bits of the sum of the rounded product."""
+    codes = np.arange(256, dtype=np.uint8).view(np.uint32)
+    nibbles = (np.arange(16, dtype=np.uint8) * 0x11).view(np.uint32)
+    texts = (
+        (ptx.DECODE_INT8, codes, 4),
+        (ptx.DECODE_FP8, codes, 4),
+        (ptx.DECODE_INT4, nibbles, 8),
+        (ptx.DECODE_NF4, nibbles, 8),
+    )
+    for text, operand, count in texts:
+        levels = np.concatenate([floats(result) for result in execute(text.value, [operand], count)])
+        levels = levels[np.isfinite(levels)]
+        factor = 2.0**120 if text is ptx.DECODE_FP8 else 1.0
+        assert float(np.abs(levels).max()) * 2.0**119 < float(np.finfo(np.float32).max), "no clamp below that scale"
+        for exponent in (-108, -30, 0, 118 if factor == 1 else 7):
+            scales = np.ldexp(1 + np.arange(128) / 128, exponent)
+            exact = levels.astype(np.float64)[:, None] * scales
+            assert (exact == exact.astype(np.float32)).all(), (text, exponent)
+            assert np.isfinite((scales * factor).astype(np.float32)).all()
+    results = execute(ptx.DECODE_FP8_BITS.value, [codes], 4)
+    expected = execute(ptx.DECODE_FP8.value, [codes], 4)
+    for got, right in zip(results, expected, strict=True):
+        assert (floats(got).astype(np.float64) * 2.0**120 == floats(right)).all()
 
 
 def test_reciprocals_of_scales_are_rounded_right_from_any_approximation() -> None:
