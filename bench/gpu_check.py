@@ -7,8 +7,9 @@
     bench/gpu_check.sh --rehearse all       make every step fail, hang or be killed, and kill this process, too
 
 Measurements come first: kernels compared with a copy, collectives, training steps, first calls, CUDA graphs, offload;
-then every mode beside the CPU, tests against the CPU reference, and sanitizers. Before that the package is built, for this GPU's architecture only
-and with installed tools; if that fails, its source tree is used, which has the Triton kernels and torch's NCCL.
+then every mode beside the CPU, tests against the CPU reference, and sanitizers. Before that the package is built, for
+this GPU's architecture only and with installed tools; if that fails, its source tree is used, which has the Triton
+kernels and torch's NCCL.
 
 Every figure is written as soon as it is measured, to ``figures.jsonl`` and ``figures.md``, so that it survives a crash;
 output goes to ``steps.log``. Each step has a time budget; later steps get what earlier ones do not use. At the end a

@@ -30,17 +30,25 @@ FOLDERS = {
     "tests": "tests",
     "tools": "tools",
 }
+BESIDE_PACKAGE = ("bench", "tests", "tools")
 IGNORED = shutil.ignore_patterns("__pycache__", "*.so", "results", "mutants")
 LIMIT_S = 30.0
 
 
-def copy_source(folder: Path) -> None:
-    """Copy the source tree to ``folder`` in the layout of a wheel, with metadata for importlib.metadata."""
+def copy_source(folder: Path, *, has_package: bool = True) -> None:
+    """Copy the source tree to ``folder`` in the layout of a wheel, with metadata for importlib.metadata.
+
+    Without ``has_package`` copy only what a wheel has not.
+    """
     shutil.rmtree(folder, ignore_errors=True)
     for source, target in FOLDERS.items():
-        shutil.copytree(ROOT / source, folder / target, ignore=IGNORED)
+        if has_package or source in BESIDE_PACKAGE:
+            shutil.copytree(ROOT / source, folder / target, ignore=IGNORED)
     project = (ROOT / "pyproject.toml").read_text()
-    shutil.copy(ROOT / "pyproject.toml", folder)
+    for file in ("pyproject.toml", "CHANGELOG.md"):  # what tests read
+        shutil.copy(ROOT / file, folder)
+    if not has_package:
+        return
     found = {name: re.search(rf'^{name} = "([^"]+)"$', project, re.MULTILINE) for name in ("name", "version")}
     name, version = (match[1] if match else "unknown" for match in found.values())
     metadata = folder / f"{name.replace('-', '_')}-{version}.dist-info" / "METADATA"
@@ -64,6 +72,12 @@ def facts_at(place: Place) -> dict[str, str] | None:
     return {f"{section}: {name}": text for section in ("kernels", "torch") for name, text in found[section].items()}
 
 
+def _is_editable() -> bool:
+    command = [sys.executable, "-c", "import zcomm; print(zcomm.__file__)"]
+    done = subprocess.run(command, cwd="/", capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    return Path(done.stdout.strip()).is_relative_to(ROOT)
+
+
 class Package:
     """The package for the steps: the installed one, or a copy of the source tree."""
 
@@ -77,6 +91,9 @@ class Package:
         """Find the package; call it after the build. Takes seconds, as it imports torch."""
         facts = facts_at(Place(Path("/"), {}))
         place = Place(ROOT, {})
+        if facts is not None and not _is_editable():  # pytest would import the sources of ROOT, which are not built
+            copy_source(self._folder, has_package=False)
+            place = Place(self._folder, {})
         if facts is None:
             self.is_installed = False
             copy_source(self._folder)

@@ -153,3 +153,31 @@ def _check_collected(rank: int) -> None:
 def test_a_topology_that_was_collected_keeps_no_group_open() -> None:
     """Else the others would wait for a rank that closes its last one until the timeout of the group."""
     run_ranks(2, _check_collected)
+
+
+def _check_nothing_is_split_off(rank: int) -> None:
+    """With a device bound to the default group torch would split a communicator, which all ranks must call."""
+    default, seen = dist.group.WORLD, []
+    make = dist.new_group
+    assert default is not None
+
+    def recorded(*args: Any, **options: Any) -> Any:
+        seen.append((options["use_local_synchronization"], default.bound_device_id))
+        return make(*args, **options)
+
+    mesh = device_mesh((2, 2), ("dp", "tp"))
+    bound = torch.device("cuda", 0)
+    default.bound_device_id = bound
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(dist, "new_group", recorded)
+            Topology(ranks_per_node=1, group=mesh.get_group("dp")).close()
+            assert seen
+            assert all(entry == (True, None) for entry in seen), seen
+            assert default.bound_device_id == bound
+    finally:
+        default.bound_device_id = None
+
+
+def test_groups_of_some_ranks_are_not_split_off_the_default_group() -> None:
+    run_ranks(4, _check_nothing_is_split_off)

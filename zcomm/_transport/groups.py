@@ -7,8 +7,9 @@ start collectives on one group would start them in a different order on each ran
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary, WeakSet
@@ -88,9 +89,28 @@ def new_group(
     ``backend`` None is the parent's.
     """
     chosen = backend or shortest(backend_of(parent))
-    with failing("making a process group", ranks):
+    with failing("making a process group", ranks), _no_splits() if is_local else nullcontext():
         group = dist.new_group(ranks, timeout=timeout_of(parent), backend=chosen, use_local_synchronization=is_local)
     return cast(dist.ProcessGroup, group) if dist.get_rank() in ranks else None
+
+
+@contextmanager
+def _no_splits() -> Iterator[None]:
+    """Within the block torch splits no new group off the default one, which all ranks of the job would have to call.
+
+    It does so where ``init_process_group`` was given a ``device_id``, also for groups that only their ranks make: they
+    would wait for ever for the others.
+    """
+    default = dist.group.WORLD
+    device = getattr(default, "bound_device_id", None)
+    if default is None or device is None:
+        yield
+        return
+    default.bound_device_id = None
+    try:
+        yield
+    finally:
+        default.bound_device_id = device
 
 
 def wait_until_made(parent: dist.ProcessGroup | None) -> None:
