@@ -136,7 +136,10 @@ def build(
     with device:
         model = GPT(GPTConfig(num_layers, width, heads, arguments.seq_length, dtype)).bfloat16()
     chosen: Any = zero.CPUAdam if offloads and not native_unavailable_reason() else AdamW
-    options: dict[str, Any] = {"offload_optimizer": {"device": "cpu", "pin_memory": True}} if offloads else {}
+    options: dict[str, Any] = {}
+    if offloads:
+        options = {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
+        options["zero_force_ds_cpu_optimizer"] = chosen is zero.CPUAdam
     optimizer = ZeroOptimizer(model, chosen, stage=2, lr=1e-4, weight_decay=0.1, **options)
     report.note(f"{num_layers} layers of {width}, made in {time.monotonic() - start:.1f} s")
     return model, optimizer
