@@ -48,12 +48,13 @@ from .ptx import (
     PAIRS_FROM_BYTES,
     PAIRS_TO_BYTES,
     capability,
-    has_ptx,
 )
 
 NAN_HEADER = tl.constexpr(0x7FC0)
 TINY = tl.constexpr(2.0**-100)
 LARGEST_ASYMMETRIC = tl.constexpr(2.0**126)
+CLAMPED_FROM = tl.constexpr(0x7B000000)  # the bits of 2^119: no code is above 480, so smaller scales need no clamp
+FP8_CLAMPED_FROM = tl.constexpr(0x43800000)  # of 2^8: a scale of e4m3 times FP8_FACTOR is finite below it
 FP8_FACTOR = tl.constexpr(2.0**120)  # the difference of float32's bias and e4m3's
 FP8_LARGEST = tl.constexpr(0x7E)
 FP8_SMALLEST_NORMAL_BITS = tl.constexpr(0x3C800000)  # 2^-6
@@ -75,8 +76,8 @@ def encode_tile(
     else:
         headers, inverse = _scales_of(absmax, is_finite, QMAX)
         scaled = values * inverse[:, None]
-        HAS_PTX: tl.constexpr = False if INTERPRETED else has_ptx(KIND, IS_RANDOM)
-        if HAS_PTX:
+        CAPABILITY: tl.constexpr = 0 if INTERPRETED else capability()
+        if KIND != "asymmetric" and not IS_RANDOM and CAPABILITY >= (89 if KIND == "fp8" else 80):
             if BITS == 4:
                 low, high = tl.split(tl.reshape(scaled, (scaled.shape[0], scaled.shape[1] // 2, 2)))
                 codes = _pairs_by_ptx(low, high, is_finite, KIND)
@@ -95,8 +96,8 @@ def encode_pairs(low, high, KIND: tl.constexpr, QMAX: tl.constexpr):
     is_finite = absmax < INFINITY_BITS
     headers, inverse = _scales_of(absmax, is_finite, QMAX)
     low, high = low * inverse[:, None], high * inverse[:, None]
-    HAS_PTX: tl.constexpr = False if INTERPRETED else has_ptx(KIND, False)
-    if HAS_PTX:
+    CAPABILITY: tl.constexpr = 0 if INTERPRETED else capability()
+    if CAPABILITY >= 80:
         codes = _pairs_by_ptx(low, high, is_finite, KIND)
     else:
         low, high = _codes_of(low, 0.0, KIND, QMAX, False), _codes_of(high, 0.0, KIND, QMAX, False)
@@ -229,9 +230,9 @@ def decode_tile(headers, codes, KIND: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def added_tile(total, headers, codes, KIND: tl.constexpr, BITS: tl.constexpr):
-    """RN(total + value) of each value of a codec that ``is_fused``, by one instruction: the product is exact.
+    """RN(total + value) of each value, by one instruction: the product of two numbers of 8 bits is exact.
 
-    Scales are below ``clamped_from``, so those of e4m3 can be multiplied by what its exponents lack.
+    For the codecs with PTX. Scales are below CLAMPED_FROM: those of e4m3 can be multiplied by what its exponents lack.
     """
     scales = float_of(headers << 16)[:, None]
     if KIND == "fp8":

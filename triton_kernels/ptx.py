@@ -23,7 +23,7 @@ from triton.language import core
 __all__ = [
     "DECODE_FP8", "DECODE_FP8_BITS", "DECODE_INT4", "DECODE_INT8", "DECODE_NF4", "ENCODE_FP8", "ENCODE_INT4",
     "ENCODE_INT8", "ENCODE_NF4", "FOUR_FROM_BYTES", "FOUR_TO_BYTES", "MULTIPLY_ADD", "NF4_LEVELS", "PAIRS_FROM_BYTES",
-    "PAIRS_TO_BYTES", "RECIPROCAL", "capability", "clamped_from", "has_ptx", "is_fused",
+    "PAIRS_TO_BYTES", "RECIPROCAL", "capability",
 ]  # fmt: skip
 
 # The levels of the contract's N5, as in zcomm._formats.blocks; a test compares them.
@@ -41,38 +41,14 @@ PAIRS_FROM_BYTES = tl.constexpr("=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r")
 
 @core.builtin
 def capability(_semantic: Any = None) -> Any:
-    """The compute capability that is compiled for, as 80, 89, 90, ...; 0 on what is not NVIDIA's."""
+    """The compute capability that is compiled for, as 80, 89, 90, ...; 0 on what is not NVIDIA's.
+
+    Nothing else may be a builtin: the cache of compiled kernels does not notice that one has changed. Nor can a jitted
+    function return a constant before Triton 3.7.
+    """
     options = _semantic.builder.options
     is_nvidia = getattr(options, "backend_name", "") == "cuda"
     return core.constexpr(int("".join(filter(str.isdigit, options.arch))) if is_nvidia else 0)
-
-
-@core.builtin
-def has_ptx(KIND: Any, IS_RANDOM: Any, _semantic: Any = None) -> Any:
-    """Whether a text of this module encodes: the hardware's conversion to e4m3 came with sm_89.
-
-    A builtin: what a jitted function returns is no constant before Triton 3.7.
-    """
-    kind, is_random = (core._unwrap_if_constexpr(value) for value in (KIND, IS_RANDOM))
-    needed = 89 if kind == "fp8" else 80
-    found = core._unwrap_if_constexpr(capability(_semantic=_semantic))
-    return core.constexpr(found >= needed and kind != "asymmetric" and not is_random)
-
-
-@core.builtin
-def is_fused(KIND: Any, _semantic: Any = None) -> Any:
-    """Whether codes times scales are exact in float32, 8 bits by 8, so that a sum may be fused with the product."""
-    found = core._unwrap_if_constexpr(capability(_semantic=_semantic))
-    return core.constexpr(found >= 80 and core._unwrap_if_constexpr(KIND) in ("symmetric", "nf4", "fp8"))
-
-
-@core.builtin
-def clamped_from(KIND: Any, _semantic: Any = None) -> Any:
-    """The bits of the scale from which a product may exceed float32, or a scale of e4m3 times 2^120 would.
-
-    No code is above 480, which times 2^119 is finite.
-    """
-    return core.constexpr(0x43800000 if core._unwrap_if_constexpr(KIND) == "fp8" else 0x7B000000)
 
 
 def _text(*lines: str) -> Any:

@@ -27,8 +27,8 @@ from .arithmetic import (
     philox_words,
     widened,
 )
-from .codecs import added_tile, decode_tile
-from .ptx import clamped_from, is_fused
+from .codecs import CLAMPED_FROM, FP8_CLAMPED_FROM, added_tile, decode_tile
+from .ptx import capability
 
 
 @triton.jit
@@ -168,12 +168,12 @@ def load_sum(
     BLOCK: tl.constexpr, ROTATED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """The sum of the messages' values, the first plus the second, plus the third, ..."""
-    FUSED: tl.constexpr = False if INTERPRETED else not ROTATED and is_fused(KIND)
-    if FUSED:
+    CAPABILITY: tl.constexpr = 0 if INTERPRETED else capability()
+    if CAPABILITY >= 80 and not ROTATED and (KIND == "symmetric" or KIND == "nf4" or KIND == "fp8"):
         total, largest = _fused_sum(
             messages_ptr, num_messages, pitch, segment, tile, remaining, shape, KIND, BITS, BLOCK, ROWS, COLS
         )
-        if largest >= clamped_from(KIND):
+        if largest >= (FP8_CLAMPED_FROM if KIND == "fp8" else CLAMPED_FROM):
             total = _clamped_sum(
                 messages_ptr, num_messages, pitch, segment, tile, remaining, shape, KIND, BITS, BLOCK, ROTATED, ROWS,
                 COLS, 1,
@@ -208,15 +208,15 @@ def _fused_sum(
     messages_ptr, num_messages, pitch, segment, tile, remaining, shape, KIND: tl.constexpr, BITS: tl.constexpr,
     BLOCK: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """The sum without clamps, and the bits of the largest scale: below ``clamped_from`` no term needs one."""
+    """The sum without clamps, and the bits of the largest scale: below CLAMPED_FROM no term needs one."""
     headers, codes = _load_block(messages_ptr, segment, tile, remaining, shape, KIND, BITS, BLOCK, ROWS, COLS)
     total = decode_tile(headers, codes, KIND, BITS)
-    largest = headers << 16
+    largest = (headers & 0x7FFF) << 16
     for _ in tl.range(1, num_messages, loop_unroll_factor=4):
         messages_ptr += pitch
         headers, codes = _load_block(messages_ptr, segment, tile, remaining, shape, KIND, BITS, BLOCK, ROWS, COLS)
         total = added_tile(total, headers, codes, KIND, BITS)
-        largest = tl.maximum(largest, headers << 16)
+        largest = tl.maximum(largest, (headers & 0x7FFF) << 16)
     return total, tl.max(largest, axis=0)
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.zcomm.data import mixture, same_values
+from tests.zcomm.data import FINITE, mixture, same_values
 from zcomm._formats import reference
 from zcomm._formats.formats import get_format
 from zcomm._formats.message import MessageLayout, layout_of
@@ -100,6 +100,35 @@ def _check_messages_and_values(
         module.decode_sum(messages, layout, total, strides[1], 3)
         module.decode_sum_requantize(messages, layout, out, last, None)
         return _typed(messages, layout), values, total, out
+
+    _same(call, kernels)
+
+
+@pytest.mark.parametrize("wire", ["int8", "int4", "nf4", "fp8_e4m3", "int8/1024", "int4/8"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sums_without_clamps(kernels: Any, wire: str, dtype: torch.dtype, seed: int) -> None:
+    """Where no scale can overflow, the kernels fuse products with additions; just above they clamp."""
+    limit = 2.0 ** (8 if wire == "fp8_e4m3" else 119)
+    for numel, count in ((255, 2), (4099, 3), (65536, 8)):
+        layout, last = _layout(wire, dtype, 1, numel), _layout("int8", dtype, 1, numel)
+        x = mixture(count * numel, seed, torch.float32, FINITE, length=2048)
+        x[:numel] *= -1.0  # a first term may be -0
+        noise = torch.randn(count * numel, generator=torch.Generator().manual_seed(seed)).clamp(-1, 1)
+        for values in (x, *(noise * (limit * layout.codec.qmax * factor) for factor in (0.9, 1.3))):
+            _check_sums(kernels, layout, last, values.view(count, numel), dtype)
+
+
+def _check_sums(kernels: Any, layout: MessageLayout, last: MessageLayout, x: Tensor, dtype: torch.dtype) -> None:
+    count, numel = x.shape
+    messages = layout.new(count, x.device)
+    reference.quantize(x, layout, messages, numel, 0)
+
+    def call(module: Any, to: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
+        totals, out = to(torch.full((4, numel), 7, dtype=dtype)), to(last.new(1, x.device).fill_(7))
+        for total, divisor in zip(totals, (1.0, 2.0, 0.125, 3.0), strict=True):
+            module.decode_sum(to(messages), layout, total, numel, divisor)
+        module.decode_sum_requantize(to(messages), layout, out, last, None)
+        return totals, out
 
     _same(call, kernels)
 

@@ -111,7 +111,8 @@ def _reduce(format: str, out_format: str, *, residual: bool = False, numel: int 
     messages, out = layout.new(3, is_valid.device), out_layout.new(2, is_valid.device)
     blocks = _residual(2, numel) if residual else None
     flag = torch.ones(1, dtype=torch.int32)
-    launch.decode_sum(messages, layout, torch.zeros(2 * numel), numel, 3, is_valid=flag)
+    for divisor in (2, 3):  # by product, by division
+        launch.decode_sum(messages, layout, torch.zeros(2 * numel), numel, divisor, is_valid=flag)
     draw = _draw(out_format, 0)
     launch.decode_sum_requantize(messages, layout, out, out_layout, draw, is_valid=flag, residual=blocks)
 

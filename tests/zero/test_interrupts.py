@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -380,3 +381,41 @@ def _check_graph_that_is_freed_late(rank: int) -> None:
 
 def test_a_backward_that_failed_a_moment_ago_does_not_take_the_model() -> None:
     run_ranks(1, _check_graph_that_is_freed_late)
+
+
+def _check_thread_while_a_backward_ends(rank: int) -> None:
+    """The end of a backward may wait for exchanges: a forward of another thread must not start meanwhile."""
+    model, errors = _new(), []
+    with zero_optimizer(model, _sgd(model), stage=3) as optimizer:
+        _step(_loss(model), optimizer)
+        reducer = optimizer.parts.runtime.reducer
+        end = reducer.end_backward
+
+        def other() -> None:
+            try:
+                _loss(model)
+            except StateError as error:
+                errors.append(str(error))
+
+        thread = threading.Thread(target=other)
+
+        def slow_end() -> None:
+            time.sleep(0.3)
+            end()
+
+        def started(*_: object) -> None:
+            if not thread.ident:
+                thread.start()
+                time.sleep(0.02)  # it waits for a failed backward to be freed
+
+        model.layers[1].register_full_backward_hook(started)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(reducer, "end_backward", slow_end)
+            _loss(model).backward()
+        thread.join()
+        assert errors
+        assert "two threads use one model" in errors[0]
+
+
+def test_a_thread_cannot_enter_while_a_backward_ends() -> None:
+    run_ranks(1, _check_thread_while_a_backward_ends)

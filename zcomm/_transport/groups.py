@@ -99,7 +99,7 @@ def _no_splits() -> Iterator[None]:
     """Within the block torch splits no new group off the default one, which all ranks of the job would have to call.
 
     It does so where ``init_process_group`` was given a ``device_id``, also for groups that only their ranks make: they
-    would wait for ever for the others.
+    would wait for ever for the others. Groups that other threads make meanwhile are not split either.
     """
     default = dist.group.WORLD
     device = getattr(default, "bound_device_id", None)

@@ -114,7 +114,13 @@ class Work:
     def finish_on_side(self, streams: SideStreams, tensors: Sequence[Tensor]) -> None:
         """Run to the end on the side stream of the first tensor's device; the steps read and write ``tensors``."""
         with streams.after_current(tensors[0].device, tensors) as stream:
-            self.finish()
+            steps, self._steps = self._steps, None
+            assert steps is not None, "a finished collective was run"
+            try:
+                _run_all(steps)
+            except BaseException as error:
+                self._fail(error)
+                raise
             # Recorded once all steps are queued: wait() orders the caller's stream after it.
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record(stream)
@@ -292,6 +298,19 @@ def nothing() -> Steps:
     yield None
 
 
+def _run_all(steps: Steps) -> None:
+    """Run ``steps`` to the end in the caller."""
+    records_gradients = torch.is_grad_enabled()
+    torch._C._set_grad_enabled(False)  # torch.no_grad() takes a tenth of a small call
+    try:
+        for pending in steps:
+            if pending is not None:
+                pending.wait()
+    finally:
+        torch._C._set_grad_enabled(records_gradients)
+        steps.close()  # after a failed wait: whatever the steps do on an error is done before the caller sees it
+
+
 _OF_NO_TOPOLOGY = SideStreams()
 
 
@@ -303,16 +322,8 @@ def run(steps: Steps, *tensors: Tensor, async_op: bool, queue: WorkQueue | None,
     device = tensors[0].device
     if queue is not None:
         queue.check_open()
-    if not async_op and device.type == "cpu" and (queue is None or queue.is_idle):
-        records_gradients = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(False)  # torch.no_grad() takes a tenth of a small call
-        try:
-            for pending in steps:
-                if pending is not None:
-                    pending.wait()
-        finally:
-            torch._C._set_grad_enabled(records_gradients)
-            steps.close()  # after a failed wait: whatever the steps do on an error is done before the caller sees it
+    if not async_op and (device.type != "cpu" or queue is None or queue.is_idle):
+        _run_all(steps)
         return None
     work = Work(steps)
     if device.type != "cpu":

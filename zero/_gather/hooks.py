@@ -210,7 +210,8 @@ class Hooks(RuntimePart):
                 self._end_forward(self._forwards.pop(), None)
             if not self._forwards and (self._backward is None or self._backward() is None):
                 self._gatherer.release_all(but_access=True)
-        if self._backward is not None and self._backward() is None:
+        running = self._backward
+        if running is not None and running() is None:
             self._backward = None
             logger.warning("a backward ended with an exception: gradients since the last zero_grad() are dropped")
             self.abort_step()
@@ -308,13 +309,18 @@ class Hooks(RuntimePart):
     def _failed_backward_is_freed(self) -> bool:
         """Whether the backward that takes the model has failed, and its graph is freed within ``FREED_WITHIN_S``.
 
-        With a GPU a thread of autograd's engine frees it, and needs the GIL for that.
+        With a GPU a thread of autograd's engine frees it, and needs the GIL for that. A backward that ends by itself
+        meanwhile is another thread's, and still waits for its exchanges.
         """
-        end = time.monotonic() + FREED_WITHIN_S
-        while not self._forwards and self._backward is not None and time.monotonic() < end:
+        running, end = self._backward, time.monotonic() + FREED_WITHIN_S
+        if self._forwards or running is None:
+            return False
+        while self._backward is running and running() is not None and time.monotonic() < end:
             time.sleep(1e-3)
-            self.recover()
-        return not self._forwards and self._backward is None
+        if self._backward is not running or running() is not None:
+            return False
+        self.recover()
+        return self._backward is None
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:  # noqa: ARG002
         if output is not None and self._forwards and self._forwards[-1].module is not module:
