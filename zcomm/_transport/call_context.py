@@ -8,8 +8,8 @@ A collective driven by a queue's thread keeps the context of the thread that cal
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ContextDecorator, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ContextDecorator
 from functools import partial
 from itertools import count
 from typing import NamedTuple
@@ -48,14 +48,24 @@ def current_context() -> Context:
     return _THREAD.context
 
 
-@contextmanager
-def use_context(context: Context) -> Iterator[None]:
+class _Block:
+    """A block in a context. Every exchange enters some, and a generator's block takes three times as long."""
+
+    __slots__ = ("_before", "_context")
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+
+    def __enter__(self) -> None:
+        self._before, _THREAD.context = _THREAD.context, self._context
+
+    def __exit__(self, *_: object) -> None:
+        _THREAD.context = self._before
+
+
+def use_context(context: Context) -> AbstractContextManager[None]:
     """Exchanges inside belong to ``context``, usually that of another thread."""
-    before, _THREAD.context = _THREAD.context, context
-    try:
-        yield
-    finally:
-        _THREAD.context = before
+    return _Block(context)
 
 
 def in_bucket(name: str) -> AbstractContextManager[None]:

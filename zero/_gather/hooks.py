@@ -121,6 +121,8 @@ class Hooks(RuntimePart):
         self._shards_parameters = stage.shards_parameters
         self._buckets_of: dict[nn.Module, list[Bucket]] = {}
         self._unit_modules: set[nn.Module] = set()
+        self._within: dict[nn.Module, set[nn.Module]] = {}
+        """By unit, the modules within it that need no more than it gathers."""
         self._forwards: list[RunningForward] = []
         """Outermost first."""
         self._entering = threads().Lock()
@@ -161,6 +163,13 @@ class Hooks(RuntimePart):
         self._buckets_of = {m: buckets for m, buckets in self._buckets_of.items() if buckets or m is model}
         for module in self._buckets_of:
             self._hook_module(module)
+        for unit_module in self._unit_modules:
+            gathered = set(self._buckets_of[unit_module])
+            self._within[unit_module] = {
+                module
+                for module in unit_module.modules()
+                if module not in self._unit_modules and gathered.issuperset(self._buckets_of.get(module, ()))
+            }
 
     def declare_use(self, module: nn.Module, bucket: Bucket) -> None:
         """Gather ``bucket`` for ``module``'s forward, too."""
@@ -169,8 +178,16 @@ class Hooks(RuntimePart):
         if module not in self._buckets_of:
             self._buckets_of[module] = []
             self._hook_module(module)
-        if bucket not in self._buckets_of[module]:
-            self._buckets_of[module].append(bucket)
+        self._add(module, bucket)
+
+    def _add(self, module: nn.Module, bucket: Bucket) -> bool:
+        """Have the forward of ``module`` gather ``bucket``; whether it did not before."""
+        if bucket in self._buckets_of[module]:
+            return False
+        self._buckets_of[module].append(bucket)
+        for within in self._within.values():
+            within.discard(module)
+        return True
 
     def use(self, bucket: Bucket, name: str) -> bool:
         """Gather ``bucket`` for the innermost running forward, now and in later ones; False if none is running."""
@@ -180,8 +197,7 @@ class Hooks(RuntimePart):
         if self._gatherer.is_log_rank:
             text = "%r is used by the forward of a %s that does not own it: gathered for it from here on"
             logger.info(text, name, type(module).__name__)
-        if bucket not in self._buckets_of[module]:
-            self._buckets_of[module].append(bucket)
+        if self._add(module, bucket):
             bucket.hold(Hold.FORWARD)
         self._gatherer.acquire(bucket, self._mode)
         return True
@@ -259,6 +275,8 @@ class Hooks(RuntimePart):
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if module not in self._buckets_of or (self._ignores_inference and not torch.is_grad_enabled()):
             return
+        if self._is_within_running(module) and self._forwards[-1].is_running() and self._saved.are_on_top():
+            return  # its unit has gathered what it needs: four of five modules of a transformer
         is_in_backward = torch._C._current_graph_task_id() != -1
         is_recomputing = torch.is_grad_enabled() and is_in_backward
         forward = RunningForward(module, calling_frame())
@@ -287,6 +305,13 @@ class Hooks(RuntimePart):
                 last = LastGradient(len(inputs), lambda: self._end_of_use_in_backward(buckets))
                 for tensor in inputs:
                     tensor.register_hook(last)  # type: ignore[no-untyped-call]
+
+    def _is_within_running(self, module: nn.Module) -> bool:
+        """Whether the innermost running forward is that of a unit which gathers all that ``module`` needs."""
+        if not self._forwards:
+            return False
+        top = self._forwards[-1]
+        return top.is_here and module in self._within.get(top.module, ())
 
     def _unpin(self) -> None:
         for bucket in self._gatherer.by_storage.copy().values():
@@ -323,6 +348,8 @@ class Hooks(RuntimePart):
         return self._backward is None
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:  # noqa: ARG002
+        if self._is_within_running(module) and self._forwards[-1].module is not module:
+            return
         if output is not None and self._forwards and self._forwards[-1].module is not module:
             self.recover()  # the module has caught an interrupt of a forward within it
         if not self._forwards or self._forwards[-1].module is not module or not self._forwards[-1].is_here:

@@ -39,11 +39,8 @@ class SavedView(NamedTuple):
     stride: tuple[int, ...]
 
 
-class SavedTensor(NamedTuple):
-    """What autograd keeps of any other tensor."""
-
-    tensor: Tensor
-    version: int
+SavedTensor = tuple[Tensor, int]
+"""What autograd keeps of any other tensor: it, and its version. A plain tuple, which takes a tenth of a named one."""
 
 
 class SavedElsewhere(NamedTuple):
@@ -72,6 +69,7 @@ class SavedTensors:
 
     def __init__(self, gatherer: Gatherer, start_backward: Callable[[], None]) -> None:
         self._gatherer, self._start_backward = gatherer, start_backward
+        self._ours = self._pack, self._recompute
 
     @contextmanager
     def saving(self) -> Iterator[None]:
@@ -82,15 +80,20 @@ class SavedTensors:
         finally:
             self.stop(hooks)
 
+    def are_on_top(self) -> bool:
+        """Whether autograd saves by hooks of this object, with no others above them."""
+        top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        return top is not None and getattr(top[0], "func", None) in self._ours
+
     def start(self) -> SavingHooks | None:
         """Push the hooks, unless ours are on top already; returns them for :meth:`stop`.
 
         Also with gradients disabled: a module further in may enable them.
         """
+        if self.are_on_top():
+            return None
         outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
         pack = None if outer is None else outer[0]
-        if getattr(pack, "func", None) in (self._pack, self._recompute):
-            return None
         if getattr(pack, "__module__", "") == "torch.utils.checkpoint":
             hooks = partial(self._recompute, outer), outer[1]
         else:
@@ -136,18 +139,19 @@ class SavedTensors:
                 return SavedElsewhere(outer[0](tensor), outer[1])
             # A node that saved its own output would be a reference cycle, and leak. What detach() returns has the same
             # version counter.
-            return SavedTensor(tensor if tensor.grad_fn is None else tensor.detach(), tensor._version)
+            return tensor if tensor.is_leaf else tensor.detach(), tensor._version
         offset = int(tensor.storage_offset())
         slot = bucket.layout.slot_at(offset)
         return SavedView(bucket, slot, bucket.params[slot]._version, offset, tensor.size(), tensor.stride())
 
     def _unpack(self, saved: SavedTensor | SavedView | SavedElsewhere) -> Tensor:
-        if isinstance(saved, SavedTensor):
-            if saved.tensor._version != saved.version:
-                raise _changed("a tensor", saved.tensor, saved.version, saved.tensor._version)
-            return saved.tensor
         if isinstance(saved, SavedElsewhere):
             return saved.unpack(saved.packed)
+        if not isinstance(saved, SavedView):
+            tensor, expected = saved
+            if tensor._version != expected:
+                raise _changed("a tensor", tensor, expected, tensor._version)
+            return tensor
         bucket, param = saved.bucket, saved.bucket.params[saved.slot]
         with torch._C.DisableTorchFunctionSubclass():
             version = param._version

@@ -54,7 +54,7 @@ class BucketGrads:
         """Add the gradient of a parameter to ``full``."""
         at = self.bucket.layout.slots[slot]
         grad = _plain(grad)
-        view = full[at.offset : at.offset + at.numel].view(at.shape)
+        view = full.as_strided(at.shape, at.strides, full.storage_offset() + at.offset)
         if slot in self.repeated:
             self.repeated[slot].add_(grad)
         elif not self.written[slot]:

@@ -192,8 +192,9 @@ class Bucket:
         return full
 
     def views(self, full: Tensor) -> list[Tensor]:
-        """``full`` as one view for each parameter."""
-        return [full[s.offset : s.offset + s.numel].view(s.shape) for s in self.layout.slots]
+        """``full``, which is flat and contiguous, as one view for each parameter."""
+        first = full.storage_offset()
+        return [full.as_strided(slot.shape, slot.strides, first + slot.offset) for slot in self.layout.slots]
 
     def partition(
         self,

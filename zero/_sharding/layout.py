@@ -57,6 +57,11 @@ class Slot:
         """Elements of the parameter, padding excluded."""
         return prod(self.shape)
 
+    @cached_property
+    def strides(self) -> tuple[int, ...]:
+        """Those of a contiguous tensor of its shape."""
+        return tuple(prod(self.shape[axis + 1 :]) for axis in range(len(self.shape)))
+
 
 @dataclass(frozen=True, slots=True)
 class ShardPiece:
