@@ -5,9 +5,11 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -19,6 +21,8 @@ from tests.ranks import run_ranks
 from tests.zero.training import full_values, zero_optimizer
 from zcomm import LayoutError
 from zero import GatheredParameters, ZeroOptimizer
+from zero._gather.gatherer import Gatherer
+from zero._sharding.bucket import Bucket
 
 Loss = Callable[[nn.Module, Tensor], Tensor]
 WIDTH = 6
@@ -167,6 +171,54 @@ def test_hooks_around_the_forward_see_what_is_saved() -> None:
         assert not {t.data_ptr() for t in packed} & {b.data_ptr() for b in optimizer._runtime.pool._owned.values()}
         loss.backward()
         optimizer.step()
+
+
+class _Noted(nn.Module):
+    """A block, which is a unit, with a user's hooks around a module within it."""
+
+    packed: ClassVar[list[Tensor]] = []
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).tanh()
+        with saved_tensors_hooks(lambda t: self.packed.append(t) or len(self.packed) - 1, lambda i: self.packed[i]):
+            return x + self.second(x)
+
+
+def test_a_module_within_its_unit_gathers_nothing_and_hides_its_parameters() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(_Noted() for _ in range(3)))
+    plain, acquired = copy.deepcopy(model), Counter[str]()
+    x = inputs(0, 0).float()
+    with zero_optimizer_of_one(model) as optimizer:
+        acquire = Gatherer.acquire
+
+        def counted(self: Gatherer, bucket: Bucket, mode: Any = None) -> None:
+            acquired[bucket.name] += 1
+            acquire(self, bucket, mode)
+
+        mean_square(model, x)
+        _Noted.packed.clear()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Gatherer, "acquire", counted)
+            loss = mean_square(model, x)
+        # A block once, and once more for the module under hooks that are not this library's.
+        assert set(acquired.values()) == {2}, acquired
+        assert _Noted.packed
+        assert not {t.data_ptr() for t in _Noted.packed} & {
+            b.data_ptr() for b in optimizer._runtime.pool._owned.values()
+        }
+        loss.backward()
+        optimizer.step()
+        mean_square(plain, x).backward()
+        torch.optim.SGD(plain.parameters(), lr=0.1).step()
+        model[0].first(x)  # alone, outside of its unit, it gathers its parameters
+        with GatheredParameters(list(model.parameters())):
+            for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(mine, other, rtol=1e-6, atol=1e-7)
 
 
 def test_leaf_inputs_keep_no_hooks() -> None:

@@ -163,7 +163,7 @@ class Hooks(RuntimePart):
         self._buckets_of = {m: buckets for m, buckets in self._buckets_of.items() if buckets or m is model}
         for module in self._buckets_of:
             self._hook_module(module)
-        for unit_module in self._unit_modules:
+        for unit_module in self._unit_modules & self._buckets_of.keys():
             gathered = set(self._buckets_of[unit_module])
             self._within[unit_module] = {
                 module
