@@ -221,6 +221,54 @@ def test_a_module_within_its_unit_gathers_nothing_and_hides_its_parameters() -> 
                 torch.testing.assert_close(mine, other, rtol=1e-6, atol=1e-7)
 
 
+class _Table(nn.Module):
+    """Returns its parameter, or a view of it."""
+
+    def __init__(self, *, is_view: bool) -> None:
+        super().__init__()
+        self.weight, self.is_view = nn.Parameter(torch.randn(WIDTH, WIDTH)), is_view
+
+    def forward(self) -> Tensor:
+        return self.weight.t() if self.is_view else self.weight
+
+
+class _HandsOut(nn.Module):
+    """A unit that hands out the parameter of a module within it where nothing sees it."""
+
+    def __init__(self, *, is_view: bool) -> None:
+        super().__init__()
+        self.table, self.linear = _Table(is_view=is_view), nn.Linear(WIDTH, WIDTH)
+        self.seen: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = [self.table()]
+        return self.linear(x) @ self.seen[0]
+
+
+@pytest.mark.parametrize("is_view", [False, True])
+def test_a_parameter_that_leaves_a_module_within_its_unit_stays_valid(*, is_view: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(_HandsOut(is_view=is_view) for _ in range(3)))
+    plain = copy.deepcopy(model)
+    x = inputs(0, 0).float()
+
+    def loss_of_all(of: nn.Module) -> Tensor:
+        return mean_square(of, x) + sum(block.seen[0].square().sum() for block in of)
+
+    with zero_optimizer_of_one(model) as optimizer:
+        for _ in range(3):
+            loss, expected = loss_of_all(model), loss_of_all(plain)
+            torch.testing.assert_close(loss, expected)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            expected.backward()
+            with torch.no_grad():
+                for param in plain.parameters():
+                    param.sub_(0.1 * param.grad)
+                    param.grad = None
+
+
 def test_leaf_inputs_keep_no_hooks() -> None:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH))
     prompt = torch.zeros(2, WIDTH, requires_grad=True)

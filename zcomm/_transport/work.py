@@ -129,8 +129,8 @@ class Work:
         """Run up to the next exchange, or to the end."""
         assert self._steps is not None, "a finished collective was advanced"
         records_gradients = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(False)  # torch.no_grad() takes a tenth of a small call
         try:
+            torch._C._set_grad_enabled(False)  # torch.no_grad() takes a tenth of a small call
             with use_context(context or self._context):
                 while (pending := next(self._steps)) is None:  # no exchange in this step
                     pass
@@ -305,8 +305,8 @@ def nothing() -> Steps:
 def _run_all(steps: Steps) -> None:
     """Run ``steps`` to the end in the caller."""
     records_gradients = torch.is_grad_enabled()
-    torch._C._set_grad_enabled(False)
     try:
+        torch._C._set_grad_enabled(False)
         for pending in steps:
             if pending is not None:
                 pending.wait()

@@ -184,13 +184,16 @@ class Hooks(RuntimePart):
         """Have the forward of ``module`` gather ``bucket``; whether it did not before."""
         if bucket in self._buckets_of[module]:
             return False
-        self._buckets_of[module].append(bucket)
-        for within in self._within.values():
+        for within in self._within.values():  # first: an interrupt must not leave a module there that gathers more
             within.discard(module)
+        self._buckets_of[module].append(bucket)
         return True
 
     def use(self, bucket: Bucket, name: str) -> bool:
-        """Gather ``bucket`` for the innermost running forward, now and in later ones; False if none is running."""
+        """Gather ``bucket`` for the innermost running forward, now and in later ones; False if none is running.
+
+        That is the unit's, if the module within it gathers nothing by itself.
+        """
         if not self._forwards:
             return False
         module = self._forwards[-1].module
@@ -308,10 +311,9 @@ class Hooks(RuntimePart):
 
     def _is_within_running(self, module: nn.Module) -> bool:
         """Whether the innermost running forward is that of a unit which gathers all that ``module`` needs."""
-        if not self._forwards:
-            return False
-        top = self._forwards[-1]
-        return top.is_here and module in self._within.get(top.module, ())
+        for top in self._forwards[-1:]:
+            return top.is_here and module in self._within.get(top.module, ())
+        return False
 
     def _unpin(self) -> None:
         for bucket in self._gatherer.by_storage.copy().values():
@@ -348,7 +350,8 @@ class Hooks(RuntimePart):
         return self._backward is None
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:  # noqa: ARG002
-        if self._is_within_running(module) and self._forwards[-1].module is not module:
+        if self._is_within_running(module):
+            self._hold_views(output)
             return
         if output is not None and self._forwards and self._forwards[-1].module is not module:
             self.recover()  # the module has caught an interrupt of a forward within it
@@ -362,6 +365,18 @@ class Hooks(RuntimePart):
             if torch._C._current_graph_task_id() == -1:
                 self._gatherer.agree()
 
+    def _hold_views(self, output: Any) -> list[Tensor]:
+        """Hold the bucket of a parameter that leaves its module, or of a view of one; returns the tensors of ``output``.
+
+        A release would invalidate it, and it may go where the output of its unit does not show it.
+        """
+        leaves = [output] if isinstance(output, Tensor) else tree_leaves(output)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        for tensor in tensors:
+            if (aliased := self._saved.bucket_under(tensor)) is not None:
+                aliased.hold(Hold.VIEW)
+        return tensors
+
     def _end_forward(self, forward: RunningForward, output: Any) -> None:
         """``output``: None after an exception."""
         if forward.is_here:
@@ -371,11 +386,7 @@ class Hooks(RuntimePart):
         # An embedding's backward uses only indices. If a user's hook has saved the weight, unpacking it gathers it.
         needs_parameters = module in self._unit_modules and type(module) is not nn.Embedding
         uses_in_backward = needs_parameters and torch.is_grad_enabled()
-        outputs = [t for t in tree_leaves(output) if isinstance(t, Tensor)]
-        for tensor in outputs:
-            aliased = self._saved.bucket_under(tensor)
-            if aliased is not None:  # a parameter, or a view of one, leaves the module: a release would invalidate it
-                aliased.hold(Hold.VIEW)
+        for tensor in self._hold_views(output):
             if uses_in_backward and tensor.requires_grad:
                 tensor.register_hook(lambda _: self._start_of_use_in_backward(buckets))  # type: ignore[no-untyped-call]
         for bucket in buckets:

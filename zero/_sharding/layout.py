@@ -60,7 +60,7 @@ class Slot:
     @cached_property
     def strides(self) -> tuple[int, ...]:
         """Those of a contiguous tensor of its shape."""
-        return tuple(prod(self.shape[axis + 1 :]) for axis in range(len(self.shape)))
+        return tuple(prod(max(n, 1) for n in self.shape[axis + 1 :]) for axis in range(len(self.shape)))
 
 
 @dataclass(frozen=True, slots=True)
