@@ -366,7 +366,7 @@ class Hooks(RuntimePart):
                 self._gatherer.agree()
 
     def _hold_views(self, output: Any) -> list[Tensor]:
-        """Hold the bucket of a parameter that leaves its module, or of a view of one; returns the tensors of ``output``.
+        """Hold the bucket of a parameter, or a view of one, that leaves its module; returns the tensors of ``output``.
 
         A release would invalidate it, and it may go where the output of its unit does not show it.
         """
