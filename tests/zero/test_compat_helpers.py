@@ -24,8 +24,8 @@ from zero.compat.timers import ThroughputTimer
 def test_memory_of_a_cpu_is_that_of_the_process() -> None:
     device = DeepSpeedAccelerator("cpu")
     before = device.memory_allocated()
-    held = torch.ones(2**23)
-    assert before + 2**24 < device.memory_allocated() < device.total_memory()
+    held = torch.ones(2**25)  # more than malloc takes from what it has freed
+    assert before + held.nbytes / 2 < device.memory_allocated() < device.total_memory()
     assert device.memory_stats()["allocated_bytes.all.peak"] == device.max_memory_reserved() >= before + held.nbytes / 2
     del held
     device.reset_peak_memory_stats()
