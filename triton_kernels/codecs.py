@@ -232,7 +232,7 @@ def decode_tile(headers, codes, KIND: tl.constexpr, BITS: tl.constexpr):
 def added_tile(total, headers, codes, KIND: tl.constexpr, BITS: tl.constexpr):
     """RN(total + value) of each value, by one instruction: the product of two numbers of 8 bits is exact.
 
-    For the codecs with PTX. Scales are below CLAMPED_FROM: those of e4m3 can be multiplied by what its exponents lack.
+    Only for codecs decoded by PTX, and scales below CLAMPED_FROM: there e4m3's exponents are corrected in the scale.
     """
     scales = float_of(headers << 16)[:, None]
     if KIND == "fp8":

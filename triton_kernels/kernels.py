@@ -181,12 +181,12 @@ def decode_kernel(
 
 @triton.jit(do_not_specialize=["layout_hash"])
 def decode_sum_kernel(
-    messages_ptr, out_ptr, is_valid_ptr, refused_ptr, segment_stride, num_messages, divisor, num_segments,
+    messages_ptr, out_ptr, is_valid_ptr, refused_ptr, segment_stride, num_messages, factor, num_segments,
     segment_numel, pitch, segment_nbytes, codes_offset, layout_hash,
     KIND: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, COLS: tl.constexpr, ROTATED: tl.constexpr,
     DIVIDED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """The sum of messages, in their order, over ``divisor``; with DIVIDED "by product" times it, "" without it."""
+    """The sum of messages, in their order: as it is, or by DIVIDED over ``factor`` or times it."""
     ROWS: tl.constexpr = TILE // COLS if TILE > COLS else 1
     _, segment, tile, remaining = locate(num_segments, segment_numel, BLOCK, ROWS)
     shape = (segment_numel, segment_nbytes, codes_offset)
@@ -194,9 +194,9 @@ def decode_sum_kernel(
         messages_ptr, num_messages, pitch, segment, tile, remaining, shape, KIND, BITS, BLOCK, ROTATED, ROWS, COLS
     )
     if DIVIDED == "by product":
-        total = total * divisor
+        total = total * factor
     elif DIVIDED == "by division":
-        total = divided(total, divisor)
+        total = divided(total, factor)
     store_array(out_ptr, segment * segment_stride + tile * (BLOCK * ROWS), total, remaining, BLOCK, ROWS, COLS)
     if (tile == 0) & (segment == 0):
         difference = check_hashes(messages_ptr, num_messages, pitch, layout_hash, is_valid_ptr, KIND)

@@ -120,13 +120,13 @@ def decode(
 
 
 def _division(divisor: float) -> tuple[str, float]:
-    """How to divide, and the number to divide by or to multiply by.
+    """The kernel's DIVIDED, and its factor: what it divides or multiplies by.
 
-    The inverse of a power of two is exact, so a product with it is the quotient, rounded once, too.
+    The inverse of a power of two is exact, so the product with it has the bits of the quotient.
     """
-    is_power = 2.0**-100 <= divisor <= 2.0**100 and math.frexp(divisor)[0] == 0.5
     if divisor == 1:
         return "", 1.0
+    is_power = 2.0**-100 <= divisor <= 2.0**100 and math.frexp(divisor)[0] == 0.5
     return ("by product", 1 / divisor) if is_power else ("by division", float(divisor))
 
 

@@ -43,8 +43,8 @@ PAIRS_FROM_BYTES = tl.constexpr("=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r")
 def capability(_semantic: Any = None) -> Any:
     """The compute capability that is compiled for, as 80, 89, 90, ...; 0 on what is not NVIDIA's.
 
-    Nothing else may be a builtin: the cache of compiled kernels does not notice that one has changed. Nor can a jitted
-    function return a constant before Triton 3.7.
+    Nothing else may be a builtin: Triton's cache of compiled kernels does not notice when one changes. Nor may a jitted
+    function return a constant: before Triton 3.7 it becomes a tensor.
     """
     options = _semantic.builder.options
     is_nvidia = getattr(options, "backend_name", "") == "cuda"
@@ -211,7 +211,7 @@ MIDPOINTS_ADDED = 8320  # one of those with which bit 7 of entries i and i + 8 a
 
 def _midpoint_numbers() -> list[int]:
     middles = [round((low + high) * 512) + MIDPOINTS_ADDED for low, high in pairwise(NF4_LEVELS)]
-    largest = 0x7FFF  # no code is above 15, also of a NaN, whose guess is 15: the sum would reach the next digit
+    largest = 0x7FFF  # nothing is above it, not even a NaN, whose guess is 15: 15 + 1 would carry into the next digit
     assert middles[7] & 0x80, "bit 7 of entries 7 and 15 must agree"
     return [middle | 0x8000 for middle in (*middles, largest)]
 

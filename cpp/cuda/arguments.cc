@@ -12,7 +12,7 @@ namespace {
 constexpr float kLargest = std::numeric_limits<float>::max();
 constexpr std::size_t kRangeMultiple = 256;
 
-// Of a power of two; 0 of other numbers.
+// The inverse of a power of two; 0 for other numbers.
 float ExactInverse(float divisor) {
   int exponent = 0;
   const bool is_power = std::frexp(divisor, &exponent) == 0.5F && exponent > -100 && exponent < 100;

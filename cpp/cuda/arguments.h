@@ -65,7 +65,7 @@ struct DecodeArguments {
   Array output;
   float limit;
   float divisor;
-  float inverse;  // of a power of two, whose product is the quotient, rounded once, too; else 0
+  float inverse;  // of a divisor that is a power of two: the product with it has the bits of the quotient; else 0
   bool is_added;
   std::int32_t* is_valid;
 };

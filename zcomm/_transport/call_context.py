@@ -49,7 +49,7 @@ def current_context() -> Context:
 
 
 class _Block:
-    """A block in a context. Every exchange enters some, and a generator's block takes three times as long."""
+    """A block in a context. Every exchange enters some, and a generator's takes twice as long."""
 
     __slots__ = ("_before", "_context")
 

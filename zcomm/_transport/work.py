@@ -79,6 +79,19 @@ OnEnd = Callable[[BaseException | None], None]
 """Called with the error, or None, when a collective is complete."""
 
 
+class _NoGrad:
+    """torch.no_grad(), which takes a tenth of a small call."""
+
+    __slots__ = ("_before",)
+
+    def __enter__(self) -> None:
+        self._before = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
+
+    def __exit__(self, *_: object) -> None:
+        torch._C._set_grad_enabled(self._before)
+
+
 class Work:
     """A collective in flight, as returned with ``async_op=True``.
 
@@ -128,10 +141,8 @@ class Work:
     def _advance(self, context: Context | None = None) -> None:
         """Run up to the next exchange, or to the end."""
         assert self._steps is not None, "a finished collective was advanced"
-        records_gradients = torch.is_grad_enabled()
         try:
-            torch._C._set_grad_enabled(False)  # torch.no_grad() takes a tenth of a small call
-            with use_context(context or self._context):
+            with _NoGrad(), use_context(context or self._context):
                 while (pending := next(self._steps)) is None:  # no exchange in this step
                     pass
                 self._pending = pending
@@ -140,8 +151,6 @@ class Work:
         except BaseException as error:
             self._fail(error)
             raise
-        finally:
-            torch._C._set_grad_enabled(records_gradients)
 
     def _fail(self, error: BaseException) -> None:
         self._steps, self._pending, self._error = None, None, error
@@ -304,14 +313,12 @@ def nothing() -> Steps:
 
 def _run_all(steps: Steps) -> None:
     """Run ``steps`` to the end in the caller."""
-    records_gradients = torch.is_grad_enabled()
     try:
-        torch._C._set_grad_enabled(False)
-        for pending in steps:
-            if pending is not None:
-                pending.wait()
+        with _NoGrad():
+            for pending in steps:
+                if pending is not None:
+                    pending.wait()
     finally:
-        torch._C._set_grad_enabled(records_gradients)
         steps.close()  # after a failed wait: whatever the steps do on an error is done before the caller sees it
 
 

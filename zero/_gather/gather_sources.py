@@ -159,7 +159,7 @@ class Primary:
         with storage.on_stream():  # else the exchange would send the buffer before the copy has filled it
             own = storage.fetch(start, stop, row)
             work = _gather_columns(full, own, (start, stop), self._options, self._options.format)
-        if work is None:
+        if work is None:  # a synchronous exchange ran on the copy stream, and leaves no work that orders the reader
             storage.join()
         return work
 

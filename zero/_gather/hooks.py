@@ -279,7 +279,7 @@ class Hooks(RuntimePart):
         if module not in self._buckets_of or (self._ignores_inference and not torch.is_grad_enabled()):
             return
         if self._is_within_running(module) and self._forwards[-1].is_running() and self._saved.are_on_top():
-            return  # its unit has gathered what it needs: four of five modules of a transformer
+            return  # its unit has gathered what it needs: so it is for most modules of a transformer
         is_in_backward = torch._C._current_graph_task_id() != -1
         is_recomputing = torch.is_grad_enabled() and is_in_backward
         forward = RunningForward(module, calling_frame())

@@ -91,7 +91,7 @@ class ShardStorage(ABC):
     def join(self) -> None:  # noqa: B027
         """Let the current stream wait for what was enqueued in :meth:`on_stream`.
 
-        Call it after an exchange that is not asynchronous: such a one leaves nothing else to wait for.
+        Call it after a synchronous exchange, which returns no work to wait for.
         """
 
     @abstractmethod
@@ -102,7 +102,7 @@ class ShardStorage(ABC):
         """The exchanges that send what :meth:`fetch` returned are complete: its buffers may be reused."""
 
     def settle(self) -> None:  # noqa: B027
-        """Wait until nothing in flight reads ``shard``, which the host is about to write; :meth:`target` does so."""
+        """Wait until no copy in flight reads ``shard``, before the host writes there. :meth:`target` calls it."""
 
     def in_memory(self) -> AbstractContextManager[None]:
         """Within the block, ``shard`` has its values."""
@@ -242,7 +242,7 @@ class HostShard(InMemoryShard):
         return row
 
     def settle(self) -> None:
-        """Wait for the last copy to the device: long complete in a step, but an evaluation ends before its copies."""
+        """Wait for the last copy to the device. A step ends after its copies; an evaluation may end before them."""
         if self._last_fetch is not None:
             self._last_fetch.synchronize()
             self._last_fetch = None
