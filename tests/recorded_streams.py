@@ -28,6 +28,8 @@ class Recorded:
         monkeypatch.setattr(torch.cuda, "current_stream", lambda _=None: self.current)
         monkeypatch.setattr(torch.cuda, "Stream", self._new_stream)
         monkeypatch.setattr(torch.cuda, "stream", self._on)
+        monkeypatch.setattr(torch.cuda, "set_stream", self._set)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: DEVICE.index)
         monkeypatch.setattr(torch.cuda, "Event", lambda: Event(self))
 
     def _new_stream(self, _: torch.device, priority: int = 0) -> Stream:
@@ -42,6 +44,9 @@ class Recorded:
             yield
         finally:
             self.current = before
+
+    def _set(self, stream: Stream) -> None:
+        self.current = stream
 
     def steps(self, name: str, error: Exception | None = None) -> Steps:
         """A collective that records the stream it runs on."""
@@ -76,8 +81,8 @@ class Event:
     def record(self, stream: Stream) -> None:
         self._recorded.log.append(f"event on {stream.name}")
 
-    def wait(self) -> None:
-        self._recorded.log.append(f"{self._recorded.current.name} after event")
+    def wait(self, stream: Stream) -> None:
+        self._recorded.log.append(f"{stream.name} after event")
 
     def synchronize(self) -> None:
         self._recorded.log.append("host after event")

@@ -94,7 +94,7 @@ class _CudaCompletion:
         self._event, self._device = event, device
 
     def wait(self) -> None:
-        self._event.wait(torch.cuda.current_stream(self._device))
+        self._event.wait(torch.cuda.current_stream(self._device.index))
 
     def is_completed(self) -> bool:
         return bool(self._event.query())  # type: ignore[no-untyped-call]
@@ -109,7 +109,7 @@ class _CudaStreams:
     @contextmanager
     def on_current(self, device: torch.device, _: Sequence[Tensor], _call: CollectiveCall) -> Iterator[StreamHandle]:
         """The stream that the caller computes on, to queue a call on tensors."""
-        yield _CudaHandle(torch.cuda.current_stream(device), is_callers=True)
+        yield _CudaHandle(torch.cuda.current_stream(device.index), is_callers=True)
 
     @contextmanager
     def on_side(

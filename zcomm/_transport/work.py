@@ -50,6 +50,21 @@ from zcomm._transport.collective_log import has_lost_a_rank
 from zcomm.errors import StateError
 
 
+class _Selected:
+    """torch.cuda.stream() for a stream of the current device, which looks that device up several times."""
+
+    __slots__ = ("_before", "_stream")
+
+    def __init__(self, stream: torch.cuda.Stream, before: torch.cuda.Stream) -> None:
+        self._stream, self._before = stream, before
+
+    def __enter__(self) -> None:
+        torch.cuda.set_stream(self._stream)
+
+    def __exit__(self, *_: object) -> None:
+        torch.cuda.set_stream(self._before)
+
+
 class SideStreams:
     """One stream for each device, created at the first use."""
 
@@ -63,10 +78,11 @@ class SideStreams:
         if stream is None:
             stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
             self._streams[device] = stream
-        # P1: streams are not ordered by default.
-        stream.wait_stream(torch.cuda.current_stream(device))
+        current = torch.cuda.current_stream(device.index)  # torch takes long to find the index of a device
+        stream.wait_stream(current)  # P1: streams are not ordered by default
+        is_current = torch.cuda.current_device() == device.index
         try:
-            with torch.cuda.stream(stream):
+            with _Selected(stream, current) if is_current else torch.cuda.stream(stream):
                 yield stream
         finally:  # also after an error: kernels that were queued before it still use the tensors (P2)
             for tensor in tensors:
@@ -161,7 +177,7 @@ class Work:
         if self._error is not None:
             raise self._error
         if self._event is not None:
-            self._event.wait()
+            self._event.wait(torch.cuda.current_stream(torch.cuda.current_device()))
 
     def is_completed(self) -> bool:
         """Whether ``wait()`` is known to return without waiting for other ranks. Always true on CUDA.

@@ -43,6 +43,8 @@ from zero._storage.state_storage import StateStorage
 class BucketState(Enum):
     """State of the full parameters."""
 
+    __hash__ = object.__hash__  # that of Enum runs in Python
+
     SHARDED = "sharded"  # parameters are released
     GATHERING = "gathering"  # exchanges fill a buffer
     FULL = "full"  # parameters are views of the buffer
@@ -59,6 +61,8 @@ TRANSITIONS = {
 
 class Hold(Enum):
     """What needs the full parameters of a bucket."""
+
+    __hash__ = object.__hash__  # as above
 
     FORWARD = "running forwards"  # one for each
     ACCESS = "blocks that read or write them"  # one for each
