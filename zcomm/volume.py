@@ -9,17 +9,21 @@ a message of s segments of n elements. On two hops large shards are sent in chun
     all_reduce         the sum of both, n = ceil(numel / W)
     all_to_all         two hops: N m(1) x (L - 1) intra, L m(1) x (N - 1) inter
     secondary gather   ceil(numel / L) elements x (L - 1) intra
+    uneven shards      a message of one segment for each shard; on two hops m summed over the shards of a local rank
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
 
 import torch
 
+from zcomm._base.arguments import shown
 from zcomm._formats.formats import Format, get_format, is_same_wire
 from zcomm._formats.message import layout_of
 from zcomm._transport.chunks import chunks_of
+from zcomm.errors import LayoutError
 
 __all__ = [
     "Exchanged",
@@ -32,6 +36,8 @@ __all__ = [
     "one_hop_sent",
     "reduce_scatter_sent",
     "secondary_gather_sent",
+    "uneven_all_gather_sent",
+    "uneven_reduce_scatter_sent",
 ]
 
 Wire = str | Format
@@ -109,6 +115,72 @@ def all_to_all_sent(part_numel: int, dtype: torch.dtype, num_nodes: int, ranks_p
 def secondary_gather_sent(numel: int, dtype: torch.dtype, ranks_per_node: int) -> Sent:
     """Bytes of a gather of a SecondaryPartition of ``numel`` elements."""
     return Sent((ranks_per_node - 1) * -(-numel // ranks_per_node) * dtype.itemsize, 0)
+
+
+def uneven_all_gather_sent(
+    numels: Sequence[int],
+    row: int,
+    dtype: torch.dtype,
+    num_nodes: int,
+    ranks_per_node: int,
+    wire: Pair,
+    numbering: Literal["rank", "local"] = "rank",
+) -> Sent:
+    """Bytes of an all-gather with ``output_split_sizes``, for the rank that owns ``row``.
+
+    Args:
+        numels: elements of each rank's shard, in the order of ``numbering``.
+        row: the place of the rank in that order.
+        dtype: of the shards.
+        num_nodes: of the Topology; 1 over a ProcessGroup of one node.
+        ranks_per_node: of the Topology; over a ProcessGroup its ranks.
+        wire: (between nodes, inside the node).
+        numbering: as in the call.
+    """
+    inter, intra = wire
+    pack = next(pack for pack in _packs(numels, row, num_nodes, ranks_per_node, numbering) if row in pack)
+    own = _message(intra if num_nodes == 1 else inter, dtype, 1, numels[row])
+    if num_nodes == 1 or ranks_per_node == 1:
+        return Sent((ranks_per_node - 1) * own, (num_nodes - 1) * own)
+    forwarded = sum(_message(intra, dtype, 1, numels[of_node]) for of_node in pack)
+    return Sent((ranks_per_node - 1) * forwarded, (num_nodes - 1) * own)
+
+
+def uneven_reduce_scatter_sent(
+    numels: Sequence[int],
+    row: int,
+    dtype: torch.dtype,
+    num_nodes: int,
+    ranks_per_node: int,
+    wire: Pair,
+    numbering: Literal["rank", "local"] = "rank",
+) -> Sent:
+    """Bytes of a reduce-scatter with ``input_split_sizes``, for the rank that owns ``row``.
+
+    As :func:`uneven_all_gather_sent`, but ``wire`` is (inside the node, between nodes).
+    """
+    intra, inter = wire
+    packs = _packs(numels, row, num_nodes, ranks_per_node, numbering)
+    if num_nodes == 1 or ranks_per_node == 1:
+        used = intra if num_nodes == 1 else inter
+        others = sum(_message(used, dtype, 1, numel) for at, numel in enumerate(numels) if at != row)
+        return Sent(others, 0) if num_nodes == 1 else Sent(0, others)
+    inside = sum(_message(intra, dtype, 1, numels[at]) for pack in packs if row not in pack for at in pack)
+    between = sum(_message(inter, dtype, 1, numels[at]) for pack in packs if row in pack for at in pack if at != row)
+    return Sent(inside, between)
+
+
+def _packs(numels: Sequence[int], row: int, num_nodes: int, ranks_per_node: int, numbering: str) -> list[list[int]]:
+    """By local rank, the rows of its ranks."""
+    if len(numels) != num_nodes * ranks_per_node or not 0 <= row < len(numels):
+        raise LayoutError(
+            f"numels must have one number for each rank, and row be one of them: numels={shown(numels)}, row={row}, "
+            f"num_nodes={num_nodes}, ranks_per_node={ranks_per_node}"
+        )
+    rows = range(len(numels))
+    if numbering == "rank":
+        return [list(rows[local::ranks_per_node]) for local in range(ranks_per_node)]
+    return [list(rows[first : first + num_nodes]) for first in rows[::num_nodes]]
 
 
 def exchanged(shard_numel: int, num_nodes: int, ranks_per_node: int, wire: Pair) -> Exchanged:

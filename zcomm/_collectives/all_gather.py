@@ -8,6 +8,8 @@
 A shard that is sent in its own dtype into rows of that dtype is gathered in place, without a copy; on two hops a small
 one only if the rows are contiguous and numbered local. On two hops large shards are sent in chunks, so that hop 2 of a
 chunk overlaps hop 1 of the next (:mod:`zcomm._transport.chunks`).
+
+Shards of different lengths: :mod:`zcomm._collectives.uneven_shards`.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from zcomm._collectives.coalesced import LIST, coalesced, rows_and_shards
 from zcomm._collectives.encoder import Encoder, check_random
 from zcomm._collectives.nccl_steps import gather_over_nccl, is_native
 from zcomm._collectives.plans import CallOptions, Checked, planned
+from zcomm._collectives.uneven_shards import uneven_all_gather
 from zcomm._formats.formats import codec_for, is_same_wire
 from zcomm._formats.message import MessageInfo, MessageLayout
 from zcomm._formats.philox import RandomKey
@@ -54,6 +57,7 @@ def all_gather_single(
     input: Tensor | Sequence[Tensor],
     group: GroupOrMesh = None,
     *,
+    output_split_sizes: Sequence[int] | None = None,
     format: WireFormat = "none",
     numbering: Numbering = "rank",
     random: RandomKey | None = None,
@@ -70,6 +74,9 @@ def all_gather_single(
             exchange for a copy each way (:mod:`zcomm._collectives.coalesced`).
         group: a ProcessGroup (default: all ranks) or a DeviceMesh of one dimension for one hop, or a
             :class:`zcomm.Topology` for two.
+        output_split_sizes: for shards of different lengths: how many rows of ``output`` [rows, ...] each rank's are, in
+            the order of ``numbering``; 0 is allowed. The same on every rank, and not compared unless ZCOMM_DEBUG=1.
+            Not with lists, ``"auto"`` or backend "nccl". See :mod:`zcomm._collectives.uneven_shards`.
         format: a wire format; with a Topology also a pair, (between nodes, inside the node). ``"none"`` is ``input``'s
             dtype, ``"auto"`` the fastest one measured (:mod:`zcomm._collectives.auto_format`). The same on every rank.
         numbering: which rank owns which row: "rank" as in torch, or "local" (:mod:`zcomm._transport.topology`).
@@ -89,11 +96,13 @@ def all_gather_single(
     num_nodes messages to every other rank of the node. On CUDA no host sync beyond those of the process group.
     """
     group = as_group(group)
+    options = CallOptions(format, backend, async_op, random, numbering)
+    if output_split_sizes is not None:
+        return uneven_all_gather(output, input, group, output_split_sizes, options)
     if isinstance(output, LIST) or isinstance(input, LIST):
         lists = rows_and_shards(group, [format], output=output, input=input)
         given: dict[str, Any] = {"format": format, "numbering": numbering, "random": random, "backend": backend}
         return coalesced(partial(all_gather_single, group=group, **given), *lists, format, async_op=async_op)
-    options = CallOptions(format, backend, async_op, random, numbering)
     route, (rows, shard) = planned("all_gather", group, (output, input), options, _checked, first="inter")
     check_own_row(shard, rows, route, numbering)
     if env.is_set("ZCOMM_DEBUG"):

@@ -8,6 +8,7 @@ of all nodes own, [N, m]. Hop 2 sends each node its shard of the sum: 1 / L of w
 
 Sums are in float32, in rank order (then node order), so the bits do not depend on timing or on the backend's algorithm.
 Large shards are sent in chunks, so that hop 2 of a chunk overlaps hop 1 of the next (:mod:`zcomm._transport.chunks`).
+Shards of different lengths: :mod:`zcomm._collectives.uneven_shards`.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from zcomm._collectives.coalesced import LIST, check_no_residual, coalesced, row
 from zcomm._collectives.encoder import Encoder, check_random
 from zcomm._collectives.nccl_steps import is_native, reduce_over_nccl
 from zcomm._collectives.plans import CallOptions, Checked, planned
+from zcomm._collectives.uneven_shards import uneven_reduce_scatter
 from zcomm._formats.philox import RandomKey
 from zcomm._kernels import kernels
 from zcomm._residuals.residual import Residual
@@ -53,6 +55,7 @@ def reduce_scatter_single(
     op: Any = "sum",
     *,
     group: GroupOrMesh = None,
+    input_split_sizes: Sequence[int] | None = None,
     format: WireFormat = "none",
     numbering: Numbering = "rank",
     residual: Residual | None = None,
@@ -70,12 +73,13 @@ def reduce_scatter_single(
         op: "sum" or "avg", or ``ReduceOp.SUM`` / ``AVG``. A mean is one division, after the last hop.
         group: a ProcessGroup (default: all ranks) or a DeviceMesh of one dimension for one hop, or a
             :class:`zcomm.Topology` for two.
+        input_split_sizes: rows of ``input`` [rows, ...] for each rank, as for :func:`zcomm.all_gather_single`.
         format: a wire format; with a Topology also a pair, (inside the node, between nodes). ``"none"`` is ``input``'s
             dtype on both hops, ``"auto"`` the fastest one measured (:mod:`zcomm._collectives.auto_format`). The same on
             every rank.
         numbering: which rank owns which row: "rank" as in torch, or "local" (:mod:`zcomm._transport.topology`).
         residual: error feedback on the last hop; call its ``commit()`` afterwards. On every rank or on none, and not
-            with lists.
+            with lists or split sizes.
         random: required for formats that round stochastically, refused for others. A new key for each call.
         async_op: return a Work at once.
         backend: "torch" or "nccl"; default: the Topology's, or torch over a ProcessGroup. The same on every rank.
@@ -91,13 +95,11 @@ def reduce_scatter_single(
     with a residual also the sums in float32, three times.
     """
     group = as_group(group)
-    if isinstance(output, LIST) or isinstance(input, LIST):
-        check_no_residual(residual)
-        inputs, shards = rows_and_shards(group, [format], input=input, output=output)
-        given: dict[str, Any] = {"format": format, "numbering": numbering, "random": random, "backend": backend}
-        exchange = partial(reduce_scatter_single, op=op, group=group, **given)
-        return coalesced(exchange, shards, inputs, format, async_op=async_op)
     options = CallOptions(format, backend, async_op, random, numbering, op, residual=residual)
+    if input_split_sizes is not None:
+        return uneven_reduce_scatter(output, input, group, input_split_sizes, options)
+    if isinstance(output, LIST) or isinstance(input, LIST):
+        return _of_lists(output, input, group, options)
     route, (rows, shard) = planned("reduce_scatter", group, (input, output), options, _checked, first="intra")
     divisor = divisor_of(op, route.world_size)
     if env.is_set("ZCOMM_DEBUG"):
@@ -106,6 +108,15 @@ def reduce_scatter_single(
     steps = reduce_steps(shard, rows, numbering, divisor, Encoder(route, rows.shape[1], random, residual))
     work = run(steps, shard, rows, async_op=async_op, queue=route.queue, num_exchanges=len(route.hops))
     return work if residual is None else residual.watch(work)
+
+
+def _of_lists(output: Any, input: Any, group: Group, options: CallOptions) -> Work | None:
+    wire, backend, async_op, random, numbering, op, *_ = options
+    check_no_residual(options.residual)
+    inputs, shards = rows_and_shards(group, [wire], input=input, output=output)
+    given: dict[str, Any] = {"format": wire, "numbering": numbering, "random": random, "backend": backend}
+    exchange = partial(reduce_scatter_single, op=op, group=group, **given)
+    return coalesced(exchange, shards, inputs, wire, async_op=async_op)
 
 
 def _checked(input: Tensor, output: Tensor, group: Group, options: CallOptions) -> Checked:

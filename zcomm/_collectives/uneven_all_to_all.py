@@ -92,7 +92,7 @@ def uneven_all_to_all(output: Tensor, input: Tensor, group: Group, splits: Split
 
 def _call_over(route: Route, group: Group, format: WireFormat, random: RandomKey | None) -> _Call:
     hop, wire = route.hops[0]
-    on_host, nodes = hop, _nodes(route, hop)
+    on_host, nodes = hop, nodes_of(route, hop)
     wires, text = [wire] * hop.size, str(wire)
     if isinstance(group, Topology):
         on_host = group.on_host
@@ -103,8 +103,8 @@ def _call_over(route: Route, group: Group, format: WireFormat, random: RandomKey
     return _Call(route, hop, on_host, nodes, wires, text, random)
 
 
-def _nodes(route: Route, hop: Hop) -> list[int]:
-    """The node of each rank."""
+def nodes_of(route: Route, hop: Hop) -> list[int]:
+    """The node of each rank of ``hop``, which is over all ranks."""
     if route.queue is not None or hop.group is None:
         return [rank // route.ranks_per_node for rank in range(hop.size)]
     per_node = env.torchrun_variable("LOCAL_WORLD_SIZE", dist.get_world_size(), at_least=1)  # as in hop_of_group()

@@ -1,4 +1,4 @@
-"""Move residuals to another layout of the same parameters, or to other ranks.
+"""Move residuals to another layout of the same parameters, or to other ranks; rows may differ before and after.
 
     relayout_residuals    buckets change, ranks stay: the ranks of a node hold its residual of the full buffer once, so
                           values are gathered inside the node, one buffer at a time, and cut into the new layout
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from zcomm._formats.blocks import divided
-from zcomm._residuals.buffer_layout import BufferLayout, RowPiece, Span
+from zcomm._residuals.buffer_layout import BufferLayout, RowPiece
 from zcomm._residuals.residual import Residual, decode_state
 from zcomm.errors import LayoutError, StateError
 
@@ -28,17 +28,19 @@ class _RelayoutRows:
 
     def __init__(self, targets: Sequence[Residual]) -> None:
         self.targets = targets
-        self.pieces: dict[Hashable, list[tuple[RowPiece, Tensor]]] = {}
-        self.rows = []
+        self.pieces: dict[Hashable, list[tuple[RowPiece, Sequence[Tensor]]]] = {}
+        self.values = []
         for target in targets:
-            layout = target.layout
-            rows = torch.zeros((layout.num_rows, layout.shard_numel), dtype=torch.float32, device=target.device)
-            self.rows.append(rows)
-            for piece in layout.pieces_of(target.route.local_rank):
+            layout, local_rank = target.layout, target.route.local_rank
+            values = torch.zeros(target.shape, dtype=torch.float32, device=target.device)
+            self.values.append(values)
+            rows = layout.rows_in(values, local_rank)
+            for piece in layout.pieces_of(local_rank):
                 self.pieces.setdefault(piece.key, []).append((piece, rows))
 
     def add(self, layout: BufferLayout, local_rank: int, values: Tensor) -> None:
-        """Add ``values``, float32 [num_rows, shard_numel], that a rank of local rank ``local_rank`` holds."""
+        """Add ``values``, float32 as of :meth:`Residual.values`, that a rank of local rank ``local_rank`` holds."""
+        held = layout.rows_in(values, local_rank)
         for source in layout.pieces_of(local_rank):
             for target, rows in self.pieces.get(source.key, []):
                 low = max(source.offset, target.offset)
@@ -46,13 +48,13 @@ class _RelayoutRows:
                 if numel > 0:
                     column = target.column + low - target.offset
                     start = source.column + low - source.offset
-                    part = values[source.row, start : start + numel]
-                    rows[target.row, column : column + numel] += part.to(rows.device)
+                    part, own = held[source.row][start : start + numel], rows[target.row][column : column + numel]
+                    own += part.to(own.device)
 
     def store(self, num_commits: int, divisor: int | None = None) -> None:
-        """Encode the rows / ``divisor`` as the new residuals; default: the number of ranks that hold each row."""
-        for target, rows in zip(self.targets, self.rows, strict=True):
-            target.set_values(divided(rows, target.layout.num_rows if divisor is None else divisor))
+        """Encode the values / ``divisor`` as the new residuals; default: the number of ranks that hold each row."""
+        for target, values in zip(self.targets, self.values, strict=True):
+            target.set_values(divided(values, target.layout.num_rows if divisor is None else divisor))
             target.num_commits = num_commits
 
 
@@ -103,8 +105,7 @@ def load_residuals(states: Iterable[Mapping[str, Any]], new: Sequence[Residual])
     """
     staging, seen, num_commits = _RelayoutRows(new), dict[BufferLayout, list[tuple[int, int]]](), 0
     for state in states:
-        saved = dict(state["layout"])
-        layout = BufferLayout(**{**saved, "spans": tuple(Span(*span) for span in saved["spans"])})
+        layout = BufferLayout.from_state(state["layout"])
         seen.setdefault(layout, []).append((state["node_rank"], state["local_rank"]))
         num_commits = max(num_commits, int(state["num_commits"]))
         staging.add(layout, state["local_rank"], decode_state(state))

@@ -23,16 +23,17 @@ bits, damps and resets it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from zcomm._base.arguments import as_count, as_device, as_positive
+from zcomm._base.arguments import as_count, as_device, as_positive, shown
 from zcomm._formats.formats import FORMATS, codec_for
 from zcomm._formats.message import MessageInfo, MessageLayout, layout_of
 from zcomm._kernels import kernels
@@ -101,9 +102,21 @@ class _Blocks:
         self.codes[:, part] = torch.where(is_kept.unsqueeze(-1), self.codes[:, part], codes)
 
 
+def _starts_of(numels: Sequence[int]) -> list[int]:
+    """Where rows of ``numels`` elements start side by side, each on a multiple of a block, and where the last ends."""
+    return list(accumulate((-(-numel // BLOCK) * BLOCK for numel in numels), initial=0))
+
+
+def _decoded_rows(blocks: _Blocks, numels: Sequence[int]) -> Tensor:
+    """Rows of ``numels`` elements that lie in ``blocks`` by :func:`_starts_of`, float32, side by side."""
+    return torch.cat([blocks.decode(first, n)[0] for first, n in zip(_starts_of(numels), numels, strict=False)])
+
+
 def decode_state(state: Mapping[str, Any]) -> Tensor:
-    """The values of a :meth:`Residual.state_dict`, float32 [num_rows, shard_numel], padded to full blocks."""
-    blocks = _Blocks(state["codes"], state["scales"])
+    """The values of a :meth:`Residual.state_dict`: those of :meth:`Residual.values`, equal rows padded to full blocks."""
+    blocks, layout = _Blocks(state["codes"], state["scales"]), BufferLayout.from_state(state["layout"])
+    if layout.shard_sizes is not None:
+        return _decoded_rows(blocks, layout.row_numels(state["local_rank"]))
     return blocks.decode(0, blocks.codes[0].numel())
 
 
@@ -135,9 +148,11 @@ class Residual:
         beta: Factor of the residual before it is added, in (0, 1]; below 1 old losses fade.
         reset_interval: Commits after which the residual is reset to zero; 0: never.
         device: Of the tensors that are exchanged.
+        shard_sizes: Elements of every rank's shard, in the order of rows; None: all have the same. Only for
+            :class:`zcomm.NodeSums` of the same sizes.
 
     Raises:
-        LayoutError: Spans overlap or leave the buffer.
+        LayoutError: Spans overlap or leave the buffer, or ``shard_sizes`` do not add up to ``numel``.
         ConfigError: ``beta`` or ``reset_interval`` is invalid.
     """
 
@@ -151,15 +166,21 @@ class Residual:
         beta: float = 1.0,
         reset_interval: int = 0,
         device: torch.device | str = "cpu",
+        shard_sizes: Sequence[int] | None = None,
     ) -> None:
         check_damping(beta, reset_interval)
         self.route = find_route("residual", group, "none", first="intra", backend="torch")
-        self.layout = BufferLayout.of(spans, numel, self.route, numbering)
+        self.layout = BufferLayout.of(spans, numel, self.route, numbering, shard_sizes)
         self.beta, self.reset_interval = float(beta), int(reset_interval)
         self.num_commits = 0
         self._loss_scale: float | Tensor = 1.0
         place = as_device("device", device)
-        self._current = _Blocks.zeros(self.layout.num_rows, self.layout.shard_numel, place)
+        self.row_starts = _starts_of(self.layout.row_numels(self.route.local_rank))
+        """Where rows differ: the column in which each row starts, as if they were one, and the end of the last."""
+        if self.layout.shard_sizes is None:
+            self._current = _Blocks.zeros(self.layout.num_rows, self.layout.shard_numel, place)
+        else:
+            self._current = _Blocks.zeros(1, self.row_starts[-1], place)
         self._next: _Blocks | None = None
         self._works: list[Work] = []
 
@@ -173,9 +194,25 @@ class Residual:
         """Bytes held on this rank after a commit; twice that between an exchange and its commit."""
         return self._current.codes.nbytes + self._current.scales.nbytes
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That of :meth:`values`."""
+        layout = self.layout
+        if layout.shard_sizes is None:
+            return layout.num_rows, layout.shard_numel
+        return (sum(layout.row_numels(self.route.local_rank)),)
+
     def values(self) -> Tensor:
-        """The committed residual, float32 [num_rows, shard_numel]: rows ``layout.rows_of(local_rank)``."""
-        return self._unscaled(self._current).decode(0, self.layout.shard_numel).contiguous()
+        """The committed residual, float32 [num_rows, shard_numel]: rows ``layout.rows_of(local_rank)``.
+
+        Where rows differ they are side by side in one dimension.
+        """
+        return self._decoded(self._unscaled(self._current), self.route.local_rank).contiguous()
+
+    def _decoded(self, blocks: _Blocks, local_rank: int) -> Tensor:
+        if self.layout.shard_sizes is None:
+            return blocks.decode(0, self.layout.shard_numel)
+        return _decoded_rows(blocks, self.layout.row_numels(local_rank))
 
     def values_of_node(self) -> Iterator[tuple[int, Tensor]]:
         """The committed residual of this node, rank by rank: (local rank, values).
@@ -186,12 +223,18 @@ class Residual:
             yield self.route.local_rank, self.values()
             return
         mine = self._unscaled(self._current).to_bytes()
-        of_ranks = mine.new_empty((self.layout.ranks_per_node, mine.numel()))
+        shapes = [self._current] * self.layout.ranks_per_node
+        if self.layout.shard_sizes is not None:
+            numels = map(self.layout.row_numels, range(self.layout.ranks_per_node))
+            shapes = [_Blocks.zeros(1, _starts_of(of_rank)[-1], "meta") for of_rank in numels]
+        of_ranks = [mine.new_empty(blocks.codes.nbytes + blocks.scales.nbytes) for blocks in shapes]
+        if self.layout.shard_sizes is None:
+            of_ranks = list(mine.new_empty((len(shapes), mine.numel())))
         run(self._gather_steps(of_ranks, mine), mine, async_op=False, queue=self.route.queue)
-        for local_rank, content in enumerate(of_ranks):
-            yield local_rank, self._current.from_bytes(content).decode(0, self.layout.shard_numel)
+        for local_rank, (blocks, content) in enumerate(zip(shapes, of_ranks, strict=True)):
+            yield local_rank, self._decoded(blocks.from_bytes(content), local_rank)
 
-    def _gather_steps(self, of_ranks: Tensor, mine: Tensor) -> Steps:
+    def _gather_steps(self, of_ranks: Sequence[Tensor], mine: Tensor) -> Steps:
         hop, _ = self.route.hops[0]
         yield backend.all_gather(of_ranks, mine, hop, MessageInfo("residual", str(FORMAT), self._current.codes.numel()))
 
@@ -296,7 +339,7 @@ class Residual:
             "local_rank": self.route.local_rank,
             "node_rank": self.route.node_rank,
             "num_commits": self.num_commits,
-            "layout": vars(self.layout) | {"spans": tuple(tuple(span) for span in self.layout.spans)},
+            "layout": self.layout.as_state(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -317,13 +360,32 @@ class Residual:
         self._loss_scale, self.num_commits = 1.0, int(state["num_commits"])
 
     def set_values(self, values: Tensor) -> None:
-        """Encode float32 ``values`` [num_rows, shard_numel] as the committed residual."""
+        """Encode float32 ``values``, as of :meth:`values`, as the committed residual."""
         self.reset()
-        self._current.encode(values, 0)
+        if self.layout.shard_sizes is None:
+            self._current.encode(values, 0)
+            return
+        for first, row in zip(self.row_starts, self.layout.rows_in(values, self.route.local_rank), strict=False):
+            if row.numel():
+                self._current.encode(row.view(1, -1), first)
 
-    def check(self, route: Route, numbering: Numbering, shard_numel: int, source: Tensor) -> None:
+    def check(
+        self,
+        route: Route,
+        numbering: Numbering,
+        shard_numel: int,
+        source: Tensor,
+        shard_sizes: tuple[int, ...] | None = None,
+    ) -> None:
         """Raise LayoutError if this residual was made for another reduction than that of ``source`` over ``route``."""
         layout = self.layout
+        if layout.shard_sizes != shard_sizes:
+            raise LayoutError(
+                "the residual was made for shards of other sizes: shard_sizes="
+                f"{shown(layout.shard_sizes)}, the exchange has {shown(shard_sizes)}"
+            )
+        if shard_sizes is not None:
+            shard_numel = layout.shard_numel
         if len(route.hops) != len(self.route.hops):
             raise LayoutError(
                 f"the residual is for {len(self.route.hops)} hops, the exchange has {len(route.hops)}: "

@@ -242,18 +242,37 @@ def combined(exchanges: Sequence[Pending | None]) -> Pending | None:
 
 
 UNEVEN = "all_to_all with split sizes"
-"""The operation of :func:`exchange_parts`."""
+UNEVEN_GATHER = "all_gather of uneven shards"
+UNEVEN_SCATTER = "reduce_scatter of uneven shards"
+"""Operations of :func:`exchange_parts`."""
 ONE_NUMBER = "all_gather of one number"
 """The operation of :func:`ints_over`."""
 
 
 def exchange_parts(
-    received: Sequence[Tensor], sent: Sequence[Tensor], hop: Hop, info: MessageInfo, nbytes: int
+    received: Sequence[Tensor],
+    sent: Sequence[Tensor],
+    hop: Hop,
+    info: MessageInfo,
+    nbytes: int,
+    *,
+    operation: str = UNEVEN,
+    sizes: Sequence[int] = (),
 ) -> Pending | None:
     """Start sending contiguous ``sent[i]`` to rank i; ``received[j]`` comes from rank j. Empty parts are not sent.
 
-    Every pair of ranks has agreed on its sizes, and the caller counts what is sent. ``nbytes``: of the parts of all
-    ranks, since what a rank sends differs, and a tag is made of what is equal on all.
+    Every pair of ranks has agreed on its sizes, and the caller counts what is sent.
+
+    Args:
+        received: Parts of any length.
+        sent: Parts of any length; this rank's own is copied, and may be empty in both lists.
+        hop: The ranks.
+        info: For a profiler trace.
+        nbytes: Of the parts of all ranks, since what a rank sends differs, and a tag is made of what is equal on all;
+            also on the hops of other nodes, if the hop has a paired one.
+        operation: UNEVEN, or UNEVEN_GATHER: rank i sends ``sizes[i]`` bytes to every other rank, or UNEVEN_SCATTER: it
+            receives so many from every other rank.
+        sizes: The same on all ranks of the hop. With them the watch can complete the exchange.
     """
     received, sent = [_bytes(part) for part in received], [_bytes(part) for part in sent]
     if hop.group is None:
@@ -262,23 +281,43 @@ def exchange_parts(
     device = device_of(hop.backend, sent[0].device)
     if device != sent[0].device:
         copies = [torch.empty_like(part, device=device) for part in received]
-        pending = exchange_parts(copies, [part.to(device) for part in sent], hop, info, nbytes)
+        by_place = {part.data_ptr(): part for part in sent}  # a gather sends one part to all: copy it once
+        on_device = {place: part.to(device) for place, part in by_place.items()}
+        sent = [on_device[part.data_ptr()] for part in sent]
+        pending = exchange_parts(copies, sent, hop, info, nbytes, operation=operation, sizes=sizes)
         assert pending is not None, "a hop of several ranks"
         pending.wait()
         for part, copy in zip(received, copies, strict=True):
             part.copy_(copy)
         return None
-    call = call_here(UNEVEN, nbytes, device.type)
+    call = call_here(operation, nbytes, device.type)._replace(sizes=" ".join(map(str, sizes)))
+    if hop.paired is not None:
+        call = hop.log.number_pair(call)
     number = hop.log.start(call, info.format)
-    with failing(UNEVEN, hop.group, hop.log.departed):
-        if hop.is_tagged(device.type):
-            started: Pending = _send_and_receive(received, sent, hop, tag_of(number, call))
-        else:
-            started = cast(Pending, dist.all_to_all(received, sent, group=hop.group, async_op=True))
-        if env.is_set("ZCOMM_CHECK"):
-            started = _checked(started, hop, (exchange_name_of(hop, info), tags_of(number, call)), sent, received)
-        started = _named(started, hop, info)
-    return TrackedWork(started, hop.log, number, hop.group)
+    with failing(operation, hop.group, hop.log.departed):
+        pending = _exchange_parts(received, sent, hop, number, call, info)
+    return TrackedWork(_named(pending, hop, info), hop.log, number, hop.group)
+
+
+def _exchange_parts(
+    received: Sequence[Tensor], sent: Sequence[Tensor], hop: Hop, number: int, call: CollectiveCall, info: MessageInfo
+) -> Pending:
+    if hop.is_tagged(sent[0].device.type):
+        pending: Pending = _send_and_receive(received, sent, hop, tag_of(number, call))
+    else:
+        pending = cast(Pending, dist.all_to_all(received, sent, group=hop.group, async_op=True))
+    if env.is_set("ZCOMM_CHECK"):
+        return _checked(pending, hop, (exchange_name_of(hop, info), tags_of(number, call)), sent, received)
+    return pending
+
+
+def _dummy_parts(call: CollectiveCall, hop: Hop, device: torch.device) -> tuple[list[Tensor], list[Tensor]]:
+    """What a rank receives and sends in an exchange of uneven shards."""
+    of_ranks = [int(size) for size in call.sizes.split()]
+    mine = [of_ranks[hop.rank]] * hop.size
+    sizes = (of_ranks, mine) if call.operation == UNEVEN_GATHER else (mine, of_ranks)
+    received, sent = ([torch.zeros(n, dtype=torch.uint8, device=device) for n in numels] for numels in sizes)
+    return received, sent
 
 
 def _through_copies(
@@ -306,10 +345,12 @@ def start_for_others(number: int, call: CollectiveCall, hop: Hop) -> Pending:
         # uneven_all_to_all.py), so no rank lacks it unless an interrupt came in between: then the timeout ends it.
         return TaggedExchange([])
     device = torch.device("cuda", torch.cuda.current_device()) if call.device_type == "cuda" else torch.device("cpu")
-    mine, tags = torch.zeros(call.nbytes, dtype=torch.uint8, device=device), tags_of(number, call)
     # The ordered checksum thread may itself be blocked behind an exchange that this call completes.
     hop = replace(hop, is_unordered=True)
     info = MessageInfo(call.operation, "none", call.nbytes)
+    if call.sizes:
+        return _exchange_parts(*_dummy_parts(call, hop, device), hop, number, call, info)
+    mine, tags = torch.zeros(call.nbytes, dtype=torch.uint8, device=device), tags_of(number, call)
     if call.operation == "broadcast":
         return _broadcast(mine, call.src, hop, tags, relays=False)
     if call.operation in tagged.FIRST_RANK_EXCHANGES:

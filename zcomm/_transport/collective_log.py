@@ -75,6 +75,11 @@ class CollectiveCall(NamedTuple):
     """The public call that it belongs to, and the bucket."""
     pair_number: int = 0
     """With ZCOMM_CHECK=1, its number among the exchanges that wait for the verdict of the paired hop; 0: not one."""
+    sizes: str = ""
+    """Uneven shards: the bytes of each rank of the hop, in rank order. Text, since the watch sends calls as JSON.
+
+    Not in the tag, since the hops of a pair differ in them; the label has what they follow from, the call's sizes.
+    """
 
 
 def call_here(operation: str, nbytes: int, device_type: str, src: int = 0) -> CollectiveCall:

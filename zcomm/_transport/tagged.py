@@ -51,7 +51,7 @@ def tags_of(number: int, call: CollectiveCall) -> Tags:
 
 def tag_of(number: int, call: CollectiveCall) -> int:
     """The tag of exchange ``number`` of a hop: a multiple of 4, of 31 bits."""
-    operation, nbytes, _, src, label, pair_number = call
+    operation, nbytes, _, src, label, pair_number, _ = call
     text = f"{number} {operation} {nbytes} {src} {pair_number} {label}"
     return zlib.crc32(text.encode()) & 0x7FFFFFFC
 
