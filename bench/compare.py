@@ -35,7 +35,7 @@ from typing import Any
 from comparison.figure import draw
 from comparison.records import Store, System
 from comparison.tables import LOOPBACK, markdown
-from contenders.catalogue import COMPARED, available
+from contenders.catalogue import COMPARED, DEFAULT, available
 from tqdm import tqdm
 
 from zcomm._bench.emulated_nodes import unavailable_reason
@@ -55,7 +55,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     add("--batch", nargs="+", choices=BATCHES, default=list(BATCHES))
     add("--dtype", nargs="+", choices=["float32", "bfloat16"], default=["bfloat16"])
-    add("--systems", nargs="+", choices=COMPARED, help="default: all installed ones")
+    add("--systems", nargs="+", choices=COMPARED, help="default: all installed ones but Muon's")
     add("--nodes", type=int, default=2, help=f"number of nodes, of {RANKS_PER_NODE} ranks each")
     add("--rounds", type=int, default=5)
     add("--steps", type=int, default=1, help="steps of each system in a round")
@@ -182,7 +182,7 @@ def main() -> int:
     signal.signal(
         signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
     )  # so that ``finally`` ends the processes it started
-    store, names = Store(arguments.output.with_suffix(".json")), arguments.systems or available(COMPARED)
+    store, names = Store(arguments.output.with_suffix(".json")), arguments.systems or available(DEFAULT)
     store.values["context"] = context()
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     try:

@@ -3,8 +3,9 @@
     python tools/optimizers.py [--ranks]     writes bench/results/optimizers.md and the table in docs/optimizer.md
 
 Each is built with its defaults over a small model, asked for the verdict of ``zero._optim.elementwise_check``, and then
-trained twice in float64: whole, and with its parameters laid flat and cut for three ranks, each with an optimizer of
-its own over its pieces. That needs no code of zero. ``--ranks`` trains what was
+trained twice in float64: whole, and for three ranks, each with an optimizer of its own: over its pieces of the
+parameters, laid flat and cut; or, if the verdict is that it updates whole tensors, over whole parameters, dealt out.
+That needs no code of zero. ``--ranks`` trains what was
 accepted with ZeroOptimizer itself, on two processes at stages 1 and 3. Each is tried in a process of its own, for a
 limited time. Results are written after every optimizer; ``--resume`` goes on with the rows that are there, of the same
 versions.
@@ -42,15 +43,16 @@ sys.path.insert(0, str(ROOT))
 
 from tests.ranks import close_pools, run_ranks  # noqa: E402  (tests is no installed package)
 from zero import GatheredParameters, ZeroOptimizer  # noqa: E402
-from zero._optim.elementwise_check import check_elementwise, check_states  # noqa: E402
+from zero._optim.elementwise_check import check_states, updates_tensors  # noqa: E402
 from zero._optim.optimizer_clone import check_is_new  # noqa: E402
 
 RESULTS, DOCUMENT = ROOT / "bench" / "results" / "optimizers.md", ROOT / "docs" / "optimizer.md"
 MARKED = re.compile(r"(?<=<!-- optimizers -->\n).*?(?=<!-- end of optimizers -->)", re.DOTALL)
 STEPS, RANKS, EQUAL = 24, 3, 1e-6
 LIMIT_S = 100
-"""The text for each of the two verdicts on an optimizer."""
-ACCEPTED, ALIKE = "accepted", "as one process"
+"""The time for each of the two verdicts on an optimizer."""
+WHOLE = "whole"
+ACCEPTED, ACCEPTED_WHOLE, ALIKE = "accepted", "accepted: updates whole tensors", "as one process"
 NEEDED: dict[str, dict[str, Any]] = {"Ranger21": {"num_iterations": 100}, "SGD": {"lr": 1e-2}}
 """Arguments without default that constructors need; used where ``cls(params)`` fails."""
 COLUMNS = ("library", "optimizer", "verdict", "off", "two processes")
@@ -99,7 +101,7 @@ class Row(NamedTuple):
     @property
     def is_wrong(self) -> bool:
         """Whether it is accepted, but trains differently from one process."""
-        return self.verdict == ACCEPTED and not (self.is_equal and self.on_ranks in ("", ALIKE))
+        return self.verdict in (ACCEPTED, ACCEPTED_WHOLE) and not (self.is_equal and self.on_ranks in ("", ALIKE))
 
 
 class Model(nn.Module):
@@ -187,6 +189,20 @@ def train_cut(case: Case) -> Tensor:
     return vector(model)
 
 
+def train_dealt(case: Case) -> Tensor:
+    """Train as three ranks do, each with an optimizer over some of the parameters."""
+    model = new_model()
+    params = list(model.parameters())
+    ranks = [case.build(groups_of([(p, p.ndim > 1) for p in params[rank::RANKS]])) for rank in range(RANKS)]
+    for step in range(STEPS):
+        loss_of(model, step).backward()
+        for rank, optimizer in enumerate(ranks):
+            torch.manual_seed(1000 * rank + step)
+            optimizer.step()
+        model.zero_grad()
+    return vector(model)
+
+
 def vector(model: nn.Module) -> Tensor:
     """Return all parameters as one vector."""
     return torch.cat([p.detach().flatten() for p in model.parameters()])
@@ -200,10 +216,10 @@ def distance(got: Tensor, whole: Tensor) -> float | str:
     return "whole training moves nothing" if way == 0 else ((got - whole).norm() / way).item()
 
 
-def off_of(case: Case) -> str:
-    """Compare cut with full training; return the difference, or the error."""
+def off_of(case: Case, train: Callable[[Case], Tensor] = train_cut) -> str:
+    """Compare cut, or dealt, with full training; return the difference, or the error."""
     try:
-        off = distance(train_cut(case), train_whole(case))
+        off = distance(train(case), train_whole(case))
     except Exception as error:
         off = f"{type(error).__name__}: {error}"
     return f"{off:.1e}" if isinstance(off, float) else plain(off)
@@ -215,18 +231,18 @@ def plain(text: str) -> str:
 
 
 def verdict_of(case: Case) -> str:
-    """The library's verdict."""
+    """The library's verdict: empty, WHOLE, or why it is refused."""
     try:
         optimizer = case.build(over(new_model()))
     except Exception as error:
         return f"not built: {type(error).__name__}: {error}"
     try:
         check_is_new(optimizer)
-        check_elementwise(optimizer, {}, torch.device("cpu"))
-        check_states(optimizer, torch.device("cpu"))
+        is_whole = updates_tensors(optimizer, {}, torch.device("cpu"))
+        check_states(optimizer, torch.device("cpu"), is_whole=is_whole)
     except Exception as error:
         return str(error)
-    return ""
+    return WHOLE if is_whole else ""
 
 
 def asked(function: Callable[[Case], str], case: Case) -> tuple[BaseProcess, Connection]:
@@ -254,16 +270,20 @@ def tried(case: Case, *, on_ranks: bool) -> Row:
     """Compare the verdict with the measured result."""
     late = f"no answer within {LIMIT_S} s"
     off, refusal = (answer(*each) for each in [asked(off_of, case), asked(verdict_of, case)])
+    if refusal == WHOLE:
+        off = answer(*asked(lambda one: off_of(one, train_dealt), case))
     print(case.library, case.name, off, refusal, flush=True)
     if refusal is None:
         verdict = f"not tried: {late}"
+    elif refusal == WHOLE:
+        verdict = ACCEPTED_WHOLE
     elif refusal:
         reason = next((text for key, text in REASONS.items() if key in refusal), "another reason")
         verdict = f"refused: {reason}"
     else:
         verdict = ACCEPTED
     row = Row(case.library, case.name, verdict, late if off is None else off)
-    if verdict != ACCEPTED or not on_ranks:
+    if verdict not in (ACCEPTED, ACCEPTED_WHOLE) or not on_ranks:
         return row
     try:
         for stage in (1, 3):
@@ -401,19 +421,21 @@ def summary(rows: list[Row]) -> str:
 
 def page(rows: list[Row]) -> str:
     """The page: every optimizer, and the counts."""
-    accepted = [row for row in rows if row.verdict == ACCEPTED]
+    accepted = [row for row in rows if row.verdict in (ACCEPTED, ACCEPTED_WHOLE)]
+    num_whole = sum(row.verdict == ACCEPTED_WHOLE for row in rows)
     refused = [row for row in rows if row.verdict.startswith("refused")]
     needless = ", ".join(f"{row.library} {row.name}" for row in refused if row.is_equal) or "none"
     text = (
         f"By `tools/optimizers.py`, with {', '.join(versions(row.library for row in rows).values())}. `off`: after "
-        f"{STEPS} float64 steps, the distance of parameters that are flat and cut for {RANKS} ranks from those of one "
-        "process, divided by the way these have gone. `two processes`: how ZeroOptimizer trains what is accepted, at "
-        "stages 1 and 3."
+        f"{STEPS} float64 steps, the distance of parameters that are flat and cut for {RANKS} ranks (or whole, and "
+        "dealt out to them) from those of one process, divided by the way these have gone. `two processes`: how "
+        "ZeroOptimizer trains what is accepted, at stages 1 and 3."
     )
     counts = (
-        f"{len(rows)} optimizers: {len(accepted)} accepted, of which {sum(row.is_wrong for row in rows)} train "
-        f"otherwise on shards; {len(refused)} refused, of which {sum(row.is_equal for row in refused)} train alike on "
-        f"shards: {needless}; {len(rows) - len(accepted) - len(refused)} not tried."
+        f"{len(rows)} optimizers: {len(accepted)} accepted, {num_whole} of them for whole tensors; "
+        f"{sum(row.is_wrong for row in rows)} of the accepted train otherwise on ranks; {len(refused)} refused, of "
+        f"which {sum(row.is_equal for row in refused)} train alike on shards: {needless}; "
+        f"{len(rows) - len(accepted) - len(refused)} not tried."
     )
     lines = ["# Optimizers", "", text, "", counts, "", f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
     for library, name, *others in rows:

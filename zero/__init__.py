@@ -19,7 +19,9 @@ from zero._config import NotAvailableError, precision_preset
 from zero._config.settings import Effective, ZeroSettings
 from zero._model.init import Init
 from zero._optim.cpu_optimizers import CPUAdagrad, CPUAdam, CPULion
+from zero._optim.lamb import Lamb
 from zero._optim.lion import Lion
+from zero._optim.muon import MuonSplit, split_for_muon
 from zero._ranks.distributed import init_distributed
 from zero._sharding.stages import model_state_nbytes
 from zero._step.moving_average import MovingAverage
@@ -48,9 +50,11 @@ __all__ = [
     "GatheredParameters",
     "Init",
     "Initialized",
+    "Lamb",
     "Lion",
     "Loaded",
     "MovingAverage",
+    "MuonSplit",
     "NotAvailableError",
     "TiledLinear",
     "TiledLinearReturnBias",
@@ -74,6 +78,7 @@ __all__ = [
     "register_external_parameter",
     "reload_states",
     "save_checkpoint",
+    "split_for_muon",
     "unregister_external_parameter",
     "utils",
     "zero",

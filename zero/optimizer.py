@@ -10,7 +10,7 @@ optimizer.zero_grad()
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -44,6 +44,7 @@ from zero._optim.cpu_optimizer_base import CPUOptimizer
 from zero._optim.host_adam import build_updater
 from zero._optim.loss_scale import LossScale, loss_scale_of, not_scaled
 from zero._optim.masters import GivenOptimizer, as_groups, build_pieces
+from zero._optim.several import as_one
 from zero._ranks.collective_calls import calling_over, collective_methods
 from zero._ranks.distributed import DataParallel, data_parallel
 from zero._ranks.model_parallel import ModelParallel
@@ -53,7 +54,7 @@ from zero._runtime.memory_report import MemoryReport, measure
 from zero._runtime.optimizer_parts import OptimizerParts, values_of
 from zero._runtime.runtime import Runtime
 from zero._runtime.shard_state import check_fits, load_masters, restore_parts, shard_state
-from zero._runtime.validate import announce, check_inputs, choose_formats
+from zero._runtime.validate import announce, check_inputs, choose_formats, described_placement, whole_parameters
 from zero._step.clip import clip_grad_norm_, fold_clipping
 from zero._step.final_gradients import FinalGradients, GradScalerHook
 from zero._step.update import Update
@@ -63,13 +64,14 @@ __all__ = ["ZeroOptimizer"]
 
 @collective_methods("close", "eval", "finish_update", "load_state_dict", "state_dict", "step", "train", "unscale_")
 class ZeroOptimizer(Optimizer):
-    """An elementwise torch optimizer whose states, gradients and parameters are sharded over the ranks.
+    """A torch optimizer, or several, whose states, gradients and parameters are sharded over the ranks.
 
     Args:
         model: On its device. Its parameters keep their dtype (with float32 masters of 16-bit ones) unless the
             configuration enables fp16 or bf16. Every rank starts with rank 0's values.
         optimizer: A class, built here over the model's trainable parameters with ``options``; or an instance before its
-            first step, whose parameter groups and settings are kept.
+            first step, whose parameter groups and settings are kept; or a list of instances, each for its parameters.
+            Those that update whole tensors (Muon, LAMB, Adafactor) get each tensor on one rank.
         config: A DeepSpeed configuration, as a dict or the path of a JSON file. Its ``optimizer``, ``scheduler`` and
             batch sizes are for :func:`zero.initialize`.
         topology: Which ranks share a node, and the backend of the exchanges. Default: torchrun's environment.
@@ -82,7 +84,7 @@ class ZeroOptimizer(Optimizer):
 
     Raises:
         NotAvailableError: A key asks for something that this version does not support.
-        ConfigError: An invalid setting, an optimizer that is not elementwise, or parameters in no group.
+        ConfigError: An invalid setting, an optimizer that couples tensors, or parameters in no group or in two.
         LayoutError: Parameters are on several devices or on meta, or are not floating point; or models differ between
             ranks.
         BackendUnavailableError: ``backend`` or ``kernels`` is not available, or does not support the device.
@@ -101,7 +103,7 @@ class ZeroOptimizer(Optimizer):
     def __init__(
         self,
         model: nn.Module,
-        optimizer: type[Optimizer] | Optimizer,
+        optimizer: type[Optimizer] | Optimizer | Sequence[Optimizer],
         *,
         config: Source | Configuration | None = None,
         topology: Topology | None = None,
@@ -109,16 +111,17 @@ class ZeroOptimizer(Optimizer):
         group: dist.ProcessGroup | DeviceMesh | DataParallel | Any = None,
         **options: Any,
     ) -> None:
+        inner: GivenOptimizer = as_one(optimizer)
         if group is not None and not isinstance(group, DataParallel):
             group = data_parallel(group)
         self._model_parallel, group = (ModelParallel(), None) if group is None else (group.model_parallel, group.group)
         # On every rank, before the model is changed and before process groups are made: a rank that raises alone would
         # leave the others in a collective (a deadlock).
-        plan = check_inputs(model, optimizer, config, options, topology or group)
+        plan = check_inputs(model, inner, config, options, topology or group)
         self._owns_topology = topology is None
         topology = choose_topology(topology, ranks_per_node, group, plan)
         try:
-            self._build(model, optimizer, topology, plan)
+            self._build(model, inner, topology, plan)
         except BaseException:
             if self._owns_topology:
                 topology.close()
@@ -134,14 +137,17 @@ class ZeroOptimizer(Optimizer):
         on_every_rank(lambda: cast(model, plan.dtype, kept, plan.buffer_dtype), topology)
         groups = as_groups(model, optimizer)
         self._group_of = {param: index for index, group in enumerate(groups) for param in group["params"]}
-        settings, chosen = choose_formats(model, plan.settings, topology)
-        self._runtime = Runtime(model, settings, topology, is_log_rank=topology.rank == self._model_parallel.rank == 0)
-        self._runtime.effective = self._runtime.effective.with_notes(details=tuple(chosen))
-        self._pieces = build_pieces(self._runtime.buckets, self._runtime.stage, topology.shard_index("local"))
+        whole = whole_parameters(groups, plan)
+        settings, chosen = choose_formats(model, plan.settings, topology, whole)
+        is_log_rank = topology.rank == self._model_parallel.rank == 0
+        self._runtime = Runtime(model, settings, topology, whole, is_log_rank=is_log_rank)
+        details = (*chosen, *described_placement(self._runtime.buckets))
+        self._runtime.effective = self._runtime.effective.with_notes(details=details)
+        self._pieces = build_pieces(self._runtime.buckets, self._runtime.stage)
         try:
             build = partial(build_updater, optimizer, groups, self._pieces, plan, self._runtime.buckets)
             self._inner = on_every_rank(build, topology)
-            self._runtime.open_states(self._inner, self._pieces)
+            self._runtime.open_states(self._inner, self._pieces, plan.whole_groups)
             _install_on_model(self._runtime, plan.activations, self._model_parallel)
         except Exception:
             with self._runtime.gathered(self._runtime.buckets):  # the model stays full

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from contenders.contender import Contender, ContenderSetup
 
-__all__ = ["COMPARED", "ENTRIES", "ONE_MACHINE", "Entry", "available", "build"]
+__all__ = ["COMPARED", "DEFAULT", "ENTRIES", "ONE_MACHINE", "Entry", "available", "build"]
 
 
 class Entry(NamedTuple):
@@ -63,6 +63,13 @@ ENTRIES |= {
     "delta-hpz": Entry(3, "zero_optimizer", DELTA),
     "delta-hpz x4": Entry(3, "zero_optimizer", DELTA | {"accumulation": 4}),
 }
+ENTRIES |= {
+    f"{name} muon": ENTRIES[name]._replace(options=ENTRIES[name].options | {"has_muon": True})
+    for name in (
+        "alone", "fsdp2 reshard=False", "fsdp2 reshard=True", "deepspeed stage 1", "deepspeed stage 2",
+        "deepspeed stage 3", "zero stage 1", "zero stage 2", "zero stage 3", "delta-hpz",
+    )
+}  # fmt: skip
 COMPARED = (
     "alone", "alone x4", "ddp", "ddp bf16 gradients", "ddp x4", "ddp bf16 gradients x4", "zero redundancy",
     "fsdp2 reshard=False", "fsdp2 reshard=True", "fsdp2 reshard=False x4",
@@ -71,8 +78,11 @@ COMPARED = (
     "deepspeed stage 1 x4", "deepspeed stage 3 x4",
     "zero stage 1", "zero stage 2", "zero stage 3", "zero stage 3 small whole", "zero stage 3 offload",
     "zero stage 3 nvme", "zero++", "zero++ x4", "delta-hpz", "delta-hpz x4",
+    *(name for name in ENTRIES if name.endswith(" muon")),
 )  # fmt: skip
 """The contenders in the tables of compare.py."""
+DEFAULT = tuple(name for name in COMPARED if not name.endswith(" muon"))
+"""Those that it measures unless others are asked for."""
 
 
 def available(names: tuple[str, ...] = ONE_MACHINE) -> list[str]:

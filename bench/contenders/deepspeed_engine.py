@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import AdamW
 
 from contenders.contender import Contender, ContenderSetup
+from contenders.muon import LEARNING_RATE, WEIGHT_DECAY
 
 __all__ = ["build"]
 
@@ -19,10 +20,13 @@ warnings.filterwarnings(
 )  # DeepSpeed calls collectives by old names
 
 
-def build(setup: ContenderSetup, stage: int, *, offload: str | None = None, accumulation: int = 1) -> Contender:
+def build(
+    setup: ContenderSetup, stage: int, *, offload: str | None = None, accumulation: int = 1, has_muon: bool = False
+) -> Contender:
     """Wrap the model at ``stage`` with DeepSpeed's defaults, except clipping, which no other contender does.
 
     ``offload`` "cpu" stores parameters and states in host memory, where torch's optimizer updates them.
+    ``has_muon``: DeepSpeed's Muon updates the matrices of blocks, by the standard iteration.
     """
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": setup.num_sequences,
@@ -36,7 +40,12 @@ def build(setup: ContenderSetup, stage: int, *, offload: str | None = None, accu
         config["zero_force_ds_cpu_optimizer"] = False
     if setup.dtype == torch.bfloat16:
         config["bf16"] = {"enabled": True}
-    optimizer = AdamW(setup.model.parameters(), lr=setup.learning_rate, fused=True)
+    optimizer = None
+    if has_muon:
+        params = {"muon_lr": LEARNING_RATE, "adam_lr": setup.learning_rate, "weight_decay": WEIGHT_DECAY}
+        config["optimizer"] = {"type": "Muon", "params": params | {"ns_method": "standard", "torch_adam": True}}
+    else:
+        optimizer = AdamW(setup.model.parameters(), lr=setup.learning_rate, fused=True)
     engine, *_ = deepspeed.initialize(model=setup.model, optimizer=optimizer, config=config)
 
     def step(tokens: Tensor, targets: Tensor) -> Tensor:

@@ -15,16 +15,23 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.optim import AdamW
 
 from contenders.contender import Contender, ContenderSetup, torch_step
+from contenders.muon import Both, GatheredMuon, optimizers
 
 __all__ = ["build"]
 
 
 def build(
-    setup: ContenderSetup, *, reshard_after_forward: bool, is_hybrid: bool = False, accumulation: int = 1
+    setup: ContenderSetup,
+    *,
+    reshard_after_forward: bool,
+    is_hybrid: bool = False,
+    accumulation: int = 1,
+    has_muon: bool = False,
 ) -> Contender:
     """Shard the model; parameters stay full from forward to backward, or are gathered twice.
 
     ``is_hybrid``: each node has a full copy of the model, sharded over its ranks (HSDP).
+    ``has_muon``: Muon updates the matrices of blocks, each gathered on every rank.
     """
     model, is_wide = setup.model, setup.dtype == torch.float32
     mesh = _mesh(setup, is_hybrid=is_hybrid)
@@ -33,7 +40,10 @@ def build(
     for block in model.blocks:
         fully_shard(block, **options)
     sharded = fully_shard(model, **options)
-    optimizer = AdamW(model.parameters(), lr=setup.learning_rate, fused=True)
+    if has_muon:
+        optimizer: Any = Both(optimizers(model, setup.learning_rate, GatheredMuon, fused=True))
+    else:
+        optimizer = AdamW(model.parameters(), lr=setup.learning_rate, fused=True)
     accumulates = partial(_sharded_in_node if is_hybrid and reshard_after_forward else _unsharded, sharded)
     return Contender(torch_step(model, optimizer, accumulation=accumulation, accumulates=accumulates), accumulation)
 

@@ -7,6 +7,7 @@ from typing import Any
 from torch.optim import AdamW
 
 from contenders.contender import Contender, ContenderSetup, torch_step
+from contenders.muon import optimizers
 from zcomm import Topology
 from zero import ZeroOptimizer
 
@@ -20,11 +21,13 @@ def build(
     accumulation: int = 1,
     stays_in_node: bool = False,
     offload: str | None = None,
+    has_muon: bool = False,
     **options: Any,
 ) -> Contender:
     """Shard the model at ``stage``; ``stays_in_node`` adds a secondary partition in each node (hpZ).
 
     ``offload`` is where parameters and states are stored: "cpu", or "nvme" for files in the setup's folder.
+    ``has_muon``: Muon updates the matrices of blocks.
     """
     model = setup.model.to(setup.dtype)
     if stays_in_node:
@@ -33,9 +36,13 @@ def build(
         place = {"device": offload} if offload == "cpu" else {"device": offload, "nvme_path": setup.folder}
         params = place if offload == "cpu" else place | {"max_in_cpu": 0}
         options |= {"offload_optimizer": place, "offload_param": params}
+    inner: Any = AdamW
+    if has_muon:
+        inner = optimizers(model, setup.learning_rate, fused=True)
+    else:
+        options |= {"lr": setup.learning_rate, "fused": True}
     optimizer = ZeroOptimizer(
-        model, AdamW, topology=setup.topology, stage=stage, gradient_accumulation_steps=accumulation,
-        lr=setup.learning_rate, fused=True, **options,
-    )  # fmt: skip
+        model, inner, topology=setup.topology, stage=stage, gradient_accumulation_steps=accumulation, **options
+    )
     step = torch_step(model, optimizer, accumulation=accumulation)
     return Contender(step, accumulation, optimizer.close)

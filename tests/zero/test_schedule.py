@@ -201,7 +201,7 @@ class BucketsUnderAnyNetwork(RuleBasedStateMachine):
         effective = resolve(options, topology)
         self.pool = PoisonedPool(torch.device("cpu"))
         self.parameter_storage = ParameterStorage(ON_DEVICE, torch.device("cpu"), topology, {})
-        self.buckets = [self._bucket(i, effective, topology) for i in range(4)]
+        self.buckets = [self._bucket(i, effective) for i in range(4)]
         self.gatherer = Gatherer(
             self.buckets,
             Mode().sources(self.buckets, gather_options(options, effective, topology), effective),
@@ -220,17 +220,12 @@ class BucketsUnderAnyNetwork(RuleBasedStateMachine):
         self.go_on(len(self.order))
         self.a_step_ends()
 
-    def _bucket(self, index: int, effective: Any, topology: Topology) -> Bucket:
+    def _bucket(self, index: int, effective: Any) -> Bucket:
         param = nn.Parameter(torch.full((256 * (index + 1),), index + 1.0))
         layout = BucketLayout.of([f"p{index}"], [tuple(param.shape)], 1)
         bucket = Bucket(index, f"layer{index}", layout, [param])
         bucket.partition(
-            bucket.flatten(),
-            effective.stage,
-            topology,
-            self.parameter_storage,
-            keeps_exact_master=False,
-            keeps_exact_shard=False,
+            bucket.flatten(), effective.stage, self.parameter_storage, keeps_exact_master=False, keeps_exact_shard=False
         )
         return bucket
 

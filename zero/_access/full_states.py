@@ -23,7 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zcomm import StateError, Topology, all_gather_single, control
+from zcomm import StateError, Topology, control
+from zero._gather.gather_sources import gather_shards
 from zero._optim.masters import MasterPiece, is_elementwise, pieces_by_bucket
 from zero._ranks.rank_errors import on_every_rank, share_text
 from zero._runtime.optimizer_parts import OptimizerParts
@@ -236,11 +237,11 @@ def _gather_state(parts: OptimizerParts, bucket: Bucket, state: str, dtype: torc
         if piece.bucket is bucket:
             value = piece.master if state == MASTER else parts.inner.state.get(piece.master, {}).get(state)
             if isinstance(value, Tensor) and is_elementwise(piece.master, value):
-                own[piece.start : piece.start + value.numel()].copy_(value)
+                piece.of(own).copy_(value)
     if not is_sharded:
         return own
     full = torch.empty(bucket.layout.numel, dtype=dtype, device=bucket.device)
-    all_gather_single(full, own, topology, numbering="local")
+    gather_shards(full, own, bucket.layout, topology)
     return full
 
 
@@ -322,8 +323,7 @@ def _own_states(parts: OptimizerParts, described: States, given: States) -> dict
             rows = _scatter_state(parts, bucket, state, dtype, given)
             for piece in pieces:
                 if own[piece.master].get(state) is dtype:
-                    values = rows[piece.start : piece.start + piece.master.numel()]
-                    own[piece.master][state] = values.to(piece.master.device, copy=True)
+                    own[piece.master][state] = piece.of(rows).to(piece.master.device, copy=True)
     return own
 
 
@@ -378,7 +378,7 @@ def _scatter_state(parts: OptimizerParts, bucket: Bucket, state: str, dtype: tor
     control.broadcast_(full, 0, topology)
     if not stage.shards_states:
         return full
-    return full.view(-1, bucket.layout.shard_numel)[topology.shard_index("local")]
+    return bucket.shard_of(full)
 
 
 def _packed(parts: OptimizerParts, options: list[dict[str, Any]], states: Mapping[Tensor, Any]) -> dict[str, Any]:

@@ -24,7 +24,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from zcomm import LayoutError, StateError, Topology, all_gather_single, all_reduce, control
+from zcomm import LayoutError, StateError, Topology, all_reduce, control
+from zero._gather.gather_sources import gather_shards
 from zero._ranks.collective_calls import collective
 from zero._ranks.rank_errors import on_every_rank
 from zero._runtime.runtime import Runtime
@@ -55,8 +56,8 @@ def _locate(param: nn.Parameter) -> ParameterLocation | None:
     if info is None or not isinstance(info.owner, Runtime):
         return None
     runtime, bucket, slot = info.owner, info.bucket, info.bucket.layout.slots[info.slot]
-    pieces = bucket.layout.pieces(runtime.topology.shard_index("local") if runtime.stage.shards_states else None)
-    own = next((piece for piece in pieces if piece.slot == info.slot), ShardPiece(info.slot, 0, 0, 0))
+    pieces = (piece for piece in bucket.own_pieces(runtime.stage) if piece.slot == info.slot)
+    own = next(pieces, ShardPiece(info.slot, 0, 0, 0))
     part = slice(own.start, own.stop)
     return ParameterLocation(runtime, bucket, info.slot, slot.name, own.first, own.stop - own.start, part)
 
@@ -66,7 +67,7 @@ def _gathered(location: ParameterLocation, own: Tensor) -> Tensor:
     full = own = own.to(location.bucket.device)
     if location.runtime.stage.shards_states:
         full = torch.empty(location.bucket.layout.numel, dtype=own.dtype, device=own.device)
-        all_gather_single(full, own.contiguous(), location.runtime.topology, numbering="local")
+        gather_shards(full, own.contiguous(), location.bucket.layout, location.runtime.topology)
     return location.bucket.views(full)[location.slot].float().clone()
 
 
@@ -305,7 +306,7 @@ def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) ->
 def _values(location: ParameterLocation, param: nn.Parameter, key: str) -> Tensor:
     """This rank's part of a state that is in memory, without padding."""
     values: Tensor = location.runtime.states.get(param, key)
-    return values[: location.numel]
+    return values.view(-1)[: location.numel]
 
 
 def _set_state(param: nn.Parameter, key: str, own_value: Callable[[ParameterLocation], Tensor], value: Tensor) -> None:

@@ -5,6 +5,7 @@
     replica/PARAM, ...     see below
     state/NAME/PARAM       optimizer states with one value for each element (moments)
     tensor|int|float/NAME/PARAM     optimizer states with one value for a parameter (step)
+    tensor[N,M]/NAME/PARAM          optimizer states of any other shape, of whole tensors (factors of moments)
     buffer/BUFFER          the first rank's persistent buffers
     rank/R/buffer/BUFFER   those of rank R that differ from the first rank's
 
@@ -34,6 +35,7 @@ from zcomm import control
 from zero._checkpoint.dcp import FlatPart
 from zero._checkpoint.json_tree import Tree
 from zero._optim.masters import is_elementwise
+from zero._optim.several import name_of
 from zero._runtime.optimizer_parts import OptimizerParts
 from zero._runtime.runtime import Runtime
 from zero._sharding.bucket import Bucket
@@ -41,7 +43,13 @@ from zero._storage.safetensors_file import as_bytes, is_storable
 from zero.errors import CheckpointError
 
 SCALARS = {"tensor": Tensor, "int": int, "float": float}
-"""Kinds of optimizer states that have one value for a parameter, and their types."""
+"""Kinds of optimizer states that have one value for a parameter, and their types. A tensor may have more values."""
+
+
+def kind_of_key(key: str) -> tuple[str, tuple[int, ...]]:
+    """The kind of what a key names, and its shape if it is a tensor of other than one value."""
+    kind, _, shape = key.partition("/")[0].partition("[")
+    return kind, tuple(int(size) for size in shape.rstrip("]").split(",") if size)
 
 
 class LocalPart(NamedTuple):
@@ -64,7 +72,7 @@ class LocalPart(NamedTuple):
             state: The name of a moment, or ``""`` for the master; None: it is neither.
         """
         read = None if state is None else self.bucket.states.reader(state, self.start)
-        return FlatPart(key, self.numel, self.first, values[: self.values.numel()], read)
+        return FlatPart(key, self.numel, self.first, values.reshape(-1)[: self.values.numel()], read)
 
 
 def local_weights(runtime: Runtime, access: Literal["sizes", "values", "changes"]) -> Iterator[LocalPart]:
@@ -73,11 +81,10 @@ def local_weights(runtime: Runtime, access: Literal["sizes", "values", "changes"
     Parameters in files are read if ``access`` is not "sizes", one bucket at a time: use their values before the next
     iteration. With "changes", what was written to them goes back to the file. Masters in files have no values here.
     """
-    row = runtime.topology.shard_index("local")
     for bucket in runtime.buckets:
         stays = access == "sizes" or bucket.states.is_in_files
         with runtime.in_memory([] if stays else [bucket], is_changed=access == "changes"):
-            for piece, master in bucket.master_pieces(runtime.stage, row):
+            for piece, master in bucket.master_pieces(runtime.stage):
                 slot = bucket.layout.slots[piece.slot]
                 yield LocalPart(slot.name, slot.numel, piece.first, master, bucket, piece.start)
 
@@ -114,24 +121,27 @@ def state_parts(internals: OptimizerParts) -> list[FlatPart]:
         for name, value in internals.inner.state.get(local.values, {}).items():
             if value is None:
                 continue
-            is_moment = isinstance(value, Tensor) and value.dim() == 1 and is_storable(value)
+            is_moment = isinstance(value, Tensor) and value.dim() > 0 and is_storable(value)
             if is_moment and is_elementwise(local.values, value):
                 parts.append(local.part(f"state/{name}/{local.name}", value, name))
                 continue
-            kind = _scalar_kind(internals, local.name, name, value)
+            kind = _scalar_kind(internals, local, name, value)
             wide = torch.int64 if isinstance(value, int) else torch.float64
             stored = value.detach() if isinstance(value, Tensor) else torch.tensor(value, dtype=wide)
             parts.append(FlatPart.of(f"{kind}/{name}/{local.name}", stored))
     return parts
 
 
-def _scalar_kind(internals: OptimizerParts, param: str, name: str, value: Any) -> str:
-    kind = next((kind for kind, cls in SCALARS.items() if isinstance(value, cls)), None)
+def _scalar_kind(internals: OptimizerParts, local: LocalPart, name: str, value: Any) -> str:
+    param, kind = local.name, next((kind for kind, cls in SCALARS.items() if isinstance(value, cls)), None)
     is_scalar = not isinstance(value, Tensor) or (value.numel() == 1 and is_storable(value))
+    is_whole = local.first == 0 and local.values.numel() == local.numel
+    if kind == "tensor" and not is_scalar and is_whole and is_storable(value) and "/" not in name:
+        return f"tensor[{','.join(map(str, value.shape))}]"
     if kind is None or not is_scalar or "/" in name:
         shape = f" of shape {tuple(value.shape)}, {value.dtype}" if isinstance(value, Tensor) else ""
         raise CheckpointError(
-            f"{type(internals.inner).__name__} keeps state {name!r} of {param!r} as a {type(value).__name__}{shape}: "
+            f"{name_of(internals.inner)} keeps state {name!r} of {param!r} as a {type(value).__name__}{shape}: "
             "a checkpoint stores tensors with one value for each element, and numbers"
         )
     return kind

@@ -11,11 +11,19 @@ import torch
 from torch import Tensor
 
 from zero._checkpoint.dcp import FlatPart
-from zero._checkpoint.flat_parts import SCALARS, local_masters, local_weights, named_buffers, residual_layout
+from zero._checkpoint.flat_parts import (
+    SCALARS,
+    kind_of_key,
+    local_masters,
+    local_weights,
+    named_buffers,
+    residual_layout,
+)
 from zero._checkpoint.index import Index
 from zero._checkpoint.json_tree import decode
 from zero._checkpoint.snapshot import names_of_groups
 from zero._optim.host_adam import is_same_rule
+from zero._optim.several import name_of
 from zero._runtime.optimizer_parts import OptimizerParts
 from zero._runtime.runtime import Runtime
 from zero._storage.safetensors_file import CODES
@@ -161,7 +169,7 @@ def _group_problems(internals: OptimizerParts, index: Index) -> list[str]:
     saved = index.content["optimizer"]
     if saved is None:
         return [f"no optimizer was saved {remedy}"]
-    here = type(internals.inner).__name__
+    here = name_of(internals.inner)
     if not is_same_rule(internals.inner, saved["class"], [group["options"] for group in saved["groups"]]):
         return [f"the optimizer is {saved['class']} in the checkpoint and {here} here {remedy}"]
     groups = names_of_groups(internals)
@@ -246,7 +254,7 @@ def keys_by_parameter(keys: Iterable[str]) -> dict[str, list[str]]:
     """The keys of optimizer states, by the parameter they belong to."""
     keys_of: dict[str, list[str]] = {}
     for key in keys:
-        kind, _, rest = key.partition("/")
+        kind, rest = kind_of_key(key)[0], key.partition("/")[2]
         if kind == "state" or kind in SCALARS:
             keys_of.setdefault(rest.partition("/")[2], []).append(key)
     return keys_of

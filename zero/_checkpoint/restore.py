@@ -18,10 +18,11 @@ from torch import Tensor, nn
 
 from zcomm import Topology
 from zero._checkpoint.collective_save import agreed
-from zero._checkpoint.flat_parts import SCALARS, local_masters, local_weights, named_buffers
+from zero._checkpoint.flat_parts import SCALARS, kind_of_key, local_masters, local_weights, named_buffers
 from zero._checkpoint.request import LoadSelection, Request, keys_by_parameter, residual_ranks
 from zero._checkpoint.snapshot import group_options, restore_random_state
 from zero._checkpoint.streamed_load import StreamedStates
+from zero._optim.several import name_of
 from zero._ranks.rank_errors import on_every_rank, raise_first
 from zero._runtime.initial_values import distinct
 from zero._runtime.optimizer_parts import OptimizerParts
@@ -250,7 +251,7 @@ def _restore_inner(optimizer: ZeroOptimizer, state: dict[str, Any], request: Req
         optimizer.load_inner_state(state)
     except Exception as caught:
         error = CheckpointError(
-            f"{request.index.folder} is damaged: {type(optimizer.parts.inner).__name__} cannot load its states "
+            f"{request.index.folder} is damaged: {name_of(optimizer.parts.inner)} cannot load its states "
             f"({caught!r}); {ANEW}"
         )
     raise_first(error, CheckpointError, optimizer.topology)
@@ -288,21 +289,22 @@ def _inner_state(internals: OptimizerParts, request: Request) -> dict[str, Any]:
     for local in local_masters(internals):
         of_piece: dict[str, Any] = {}
         for key in keys_of.get(local.name, []):
-            kind, name, _ = key.split("/", 2)
-            of_piece[name] = _state_value(kind, request.values(key), local.values)
+            name = key.split("/", 2)[1]
+            of_piece[name] = _state_value(key, request.values(key), local.values)
         if of_piece:
             state[numbers[id(local.values)]] = of_piece
     return {"state": state, "param_groups": packed}
 
 
-def _state_value(kind: str, values: Tensor, master: Tensor) -> Any:
+def _state_value(key: str, values: Tensor, master: Tensor) -> Any:
+    kind, shape = kind_of_key(key)
     if kind == "tensor":
-        return values.view(()).clone()
+        return values.view(shape).clone()
     if kind != "state":
         return SCALARS[kind](values.item())
     padded = values.new_zeros(master.numel())
     padded[: values.numel()] = values
-    return padded.to(master.device)
+    return padded.view(master.shape).to(master.device)
 
 
 def _restore_random(internals: OptimizerParts, state: dict[str, Any] | None, request: Request, ranks: Topology) -> None:

@@ -30,6 +30,7 @@ from zero._checkpoint.flat_parts import (
     state_parts,
 )
 from zero._checkpoint.json_tree import Tree
+from zero._optim.several import name_of
 from zero._runtime.optimizer_parts import OptimizerParts
 from zero._runtime.runtime import Runtime
 from zero._storage.safetensors_file import CODES
@@ -131,7 +132,7 @@ def _content(
             for name, buffer in named_buffers(runtime.model).items()
         },
         "optimizer": {
-            "class": type(internals.inner).__name__,
+            "class": name_of(internals.inner),
             "groups": [
                 {"parameters": names, "options": tree.encode(options, f"param_groups[{index}]")}
                 for index, (names, options) in enumerate(

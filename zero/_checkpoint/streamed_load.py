@@ -120,4 +120,4 @@ class StreamedStates:
             if local.bucket.states.is_in_files:
                 for name, dtype in self._files.moments.items():
                     if f"state/{name}/{local.name}" in self._index.tensors:
-                        self._internals.inner.state[local.values][name] = placeholder(local.values.numel(), dtype)
+                        self._internals.inner.state[local.values][name] = placeholder(local.values.shape, dtype)

@@ -31,6 +31,9 @@ OPTIMIZER_OPTIONS: Mapping[str, Definition] = {
     **_optimizer(bool, "amsgrad nesterov maximize centered capturable differentiable fused foreach"),
     **_optimizer(bool, "decoupled_weight_decay bias_correction adam_w_mode torch_adam"),
     **_optimizer(bool, "fp32_optimizer_states"),
+    **_optimizer(float, "muon_lr adam_lr min_coeff max_coeff", minimum=0),
+    **_optimizer(int, "ns_steps", minimum=1),
+    **_optimizer(str, "ns_method"),
 }
 SCHEDULER_OPTIONS: Mapping[str, Definition] = {
     **_scheduler(Rate, "warmup_min_lr lr_range_test_min_lr cycle_min_lr cycle_max_lr cycle_min_mom cycle_max_mom"),
@@ -48,15 +51,15 @@ SCHEDULER_OPTIONS: Mapping[str, Definition] = {
 EQUIVALENT = {
     "Adam": "fusedadam cpuadam deepspeedcpuadam superoffloadcpuadam adam8bit",
     "AdamW": "fusedadamw adamwtorch adamwtorchfused adamwhf adamwapexfused adamw8bit pagedadamw cpuadamw",
+    "Lamb": "fusedlamb",
     "Lion": "fusedlion cpulion deepspeedcpulion lion8bit",
     "Adagrad": "cpuadagrad deepspeedcpuadagrad",
     "SGD": "fusedsgd momentum nesterov",
 }
 """Our optimizers, and the names of equivalent ones in other libraries and front ends, in lower case, no underscores."""
 UNSUPPORTED = {
-    "the norm of a full tensor": "lamb fusedlamb onebitlamb lars",
-    "a full matrix": "muon",
-    "gradients that are compressed by the optimizer": "onebitadam zerooneadam",
+    "the norm of a full tensor, whose class torch does not have": "lars",
+    "gradients that are compressed by the optimizer": "onebitadam zerooneadam onebitlamb",
     "the widths of layers, which the library mup knows": "muadam muadamw musgd",
 }
 """DeepSpeed's other optimizers, by what they need."""

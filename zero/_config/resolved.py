@@ -37,6 +37,8 @@ class ResolvedConfig:
     """Keywords that are no keys: for the optimizer class."""
     notes: tuple[str, ...]
     """Logged once, by the first rank."""
+    whole_groups: tuple[bool, ...] = ()
+    """Which parameter groups are updated as whole tensors: found when the optimizer is tried."""
 
     @property
     def activations(self) -> ActivationSettings:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -46,6 +46,11 @@ class GatherOptions:
         """The parts of every shard, one for each exchange of a gather."""
         return layout.chunks(self.max_numel, first_numel=self.first_numel)
 
+    def columns_of(self, bucket: Bucket) -> list[tuple[int, int]]:
+        """The same parts of this rank's shard."""
+        numel = bucket.shard_numel
+        return [(start, min(stop, numel)) for start, stop in self.columns(bucket.layout)]
+
 
 def gather_options(settings: ZeroSettings, effective: Effective, topology: Topology) -> GatherOptions:
     """The options of gathers that follow from ``settings``."""
@@ -57,6 +62,11 @@ def gather_options(settings: ZeroSettings, effective: Effective, topology: Topol
     return GatherOptions(topology, wire, is_async, first_numel, max_numel, on_host)
 
 
+def gather_shards(full: Tensor, own: Tensor, layout: BucketLayout, topology: Topology, **options: Any) -> Work | None:
+    """Gather every rank's shard of a bucket into ``full``; options as for :func:`zcomm.all_gather_single`."""
+    return all_gather_single(full, own, topology, numbering="local", output_split_sizes=layout.sizes, **options)
+
+
 def start_gather(bucket: Bucket, full: Tensor, shard: Tensor, options: GatherOptions) -> list[Work]:
     """Start a gather of ``bucket`` from every rank's ``shard`` into ``full``, outside of the schedule."""
     wire, columns = options.format, bucket.layout.chunks(options.max_numel)
@@ -65,18 +75,18 @@ def start_gather(bucket: Bucket, full: Tensor, shard: Tensor, options: GatherOpt
         full, shard = full.view(torch.float32), shard.view(torch.float32)
         columns = [(int(start * ratio), int(stop * ratio)) for start, stop in columns]
     with in_bucket(bucket.name):
-        works = [_gather_columns(full, shard[start:stop], (start, stop), options, wire) for start, stop in columns]
+        works = [_gather_columns(full, shard[a:b], (a, b), bucket.layout, options, wire) for a, b in columns]
     return [work for work in works if work is not None]
 
 
 def _gather_columns(
-    full: Tensor, own: Tensor, columns: tuple[int, int], options: GatherOptions, wire: str
+    full: Tensor, own: Tensor, columns: tuple[int, int], layout: BucketLayout, options: GatherOptions, wire: str
 ) -> Work | None:
     """Gather columns ``[start, stop)`` of the shards into ``full``; ``own`` is this rank's part."""
     (start, stop), topology = columns, options.topology
-    is_all = (stop - start) * topology.world_size == full.numel()
+    is_all = layout.sizes is not None or (stop - start) * topology.world_size == full.numel()
     output = full if is_all else full.view(topology.world_size, -1)[:, start:stop]
-    return all_gather_single(output, own, topology, format=wire, numbering="local", async_op=options.is_async)
+    return gather_shards(output, own, layout, topology, format=wire, async_op=options.is_async)
 
 
 class ParameterSource(Protocol):
@@ -141,9 +151,9 @@ class Primary:
 
     def __init__(self, bucket: Bucket, options: GatherOptions) -> None:
         self._bucket, self._options = bucket, options
-        self._columns = options.columns(bucket.layout)
-        self._row = options.topology.shard_index("local")
-        self.exchanges: Sequence[int] = [(stop - start) * options.topology.world_size for start, stop in self._columns]
+        self._columns, layout = options.columns(bucket.layout), bucket.layout
+        numels = [(stop - start) * layout.world_size for start, stop in self._columns]
+        self.exchanges: Sequence[int] = numels if layout.sizes is None else [layout.numel]
 
     def gathered(self, full: Tensor) -> None: ...
 
@@ -152,13 +162,13 @@ class Primary:
     def start(self, index: int, full: Tensor) -> Work | None:
         """Start exchange number ``index``."""
         start, stop = self._columns[index]
-        rows = full.view(self._options.topology.world_size, -1)[:, start:stop]
-        storage, row = self._bucket.storage, rows[self._row]
+        storage, row = self._bucket.storage, self._bucket.shard_of(full)[start:stop]
         if isinstance(storage, QuantizedShard):
+            rows = full.view(self._options.topology.world_size, -1)[:, start:stop]
             return storage.gather((start, stop), rows, async_op=self._options.is_async)
         with storage.on_stream():  # else the exchange would send the buffer before the copy has filled it
-            own = storage.fetch(start, stop, row)
-            work = _gather_columns(full, own, (start, stop), self._options, self._options.format)
+            own, layout = storage.fetch(start, start + row.numel(), row), self._bucket.layout
+            work = _gather_columns(full, own, (start, stop), layout, self._options, self._options.format)
         if work is None:  # a synchronous exchange ran on the copy stream, and leaves no work that orders the reader
             storage.join()
         return work

@@ -95,8 +95,8 @@ class BucketGrads:
         for start, stop in layout.gaps:  # L2: a NaN left in padding would become the scale of a quantization block
             full[start:stop].zero_()
 
-    def drop(self, slot: int, row: int) -> None:
-        """Drop the gradient of a parameter: its reduced part in this rank's ``row``, and its local part."""
+    def drop(self, slot: int) -> None:
+        """Drop the gradient of a parameter: its reduced part in this rank's shard, and its local part."""
         self.used[slot] = self.written[slot] = self.reduced[slot] = False
         self.shown[slot] = None
         self.repeated.pop(slot, None)
@@ -104,7 +104,7 @@ class BucketGrads:
             self.has_result = False
             self.store.clear()
         at = self.bucket.layout.slots[slot]
-        pieces = [piece for piece in self.bucket.layout.pieces(row) if piece.slot == slot]
+        pieces = [piece for piece in self.bucket.layout.pieces(self.bucket.row) if piece.slot == slot]
 
         def forget(sums: Tensor) -> None:
             for piece in pieces:

@@ -67,14 +67,15 @@ class GradientReduceScatter:
         assert output is not None, "a reduction without an output buffer"
         narrow = "none" if grads.dtype == grads.bucket.dtype else WIRE_NAMES[grads.bucket.dtype]
         wire = self.effective.gradient_formats or (narrow, narrow)
-        rows, works = full.view(self.topology.world_size, -1), []
-        chunks = grads.bucket.layout.chunks(self.settings.reduce_bucket_size)
+        works, layout = [], grads.bucket.layout
+        chunks = layout.chunks(self.settings.reduce_bucket_size)
         for start, stop in chunks:
             with in_bucket(grads.bucket.name):
                 work = reduce_scatter_single(
                     output[start:stop],
-                    full if len(chunks) == 1 else rows[:, start:stop],
+                    full if len(chunks) == 1 else full.view(layout.world_size, -1)[:, start:stop],
                     self.op,
+                    input_split_sizes=layout.sizes,
                     group=self.topology,
                     format=wire,
                     numbering="local",

@@ -136,12 +136,11 @@ class Reducer(RuntimePart):
 
     def _new(self, bucket: Bucket) -> BucketGrads:
         dtype = self._settings.gradient_dtype or master_dtype(bucket.dtype)
-        full, rows, shard_numel = None, None, bucket.layout.shard_numel
+        full, rows = None, None
         if not self._stage.shards_gradients:
             full = torch.zeros(bucket.layout.numel, dtype=dtype, device=bucket.device)
-            start = self._topology.shard_index("local") * shard_numel
-            rows = full[start : start + shard_numel]
-        store = bucket.states.new_gradient(shard_numel, self._mean_dtype(bucket, dtype), dtype, rows)
+            rows = bucket.shard_of(full)
+        store = bucket.states.new_gradient(bucket.shard_numel, self._mean_dtype(bucket, dtype), dtype, rows)
         grads = BucketGrads(bucket, dtype, store, full=full, rows=rows)
         grads.written, grads.used, grads.reduced = ([False] * len(bucket.params) for _ in range(3))
         grads.shown = [None] * len(bucket.params)
@@ -286,7 +285,7 @@ class Reducer(RuntimePart):
 
     def _issue(self, grads: BucketGrads) -> None:
         self._limit_in_flight(MAX_IN_FLIGHT)
-        layout, full = grads.bucket.layout, self._writable(grads)
+        full = self._writable(grads)
         grads.complete(full)
         borrowed = [full] if self._stage.shards_gradients else []
         output = None
@@ -295,7 +294,8 @@ class Reducer(RuntimePart):
             output = grads.store.target(is_first=not grads.has_result and not grads.num_in_flight)
             output = grads.rows if output is None and not grads.store.is_on_device else output
         if self._reaches_all_nodes and output is None:
-            output = self._pool.take(layout.shard_numel, grads.dtype)  # added to the sum, or offloaded, when complete
+            # Added to the sum, or offloaded, when complete.
+            output = self._pool.take(grads.bucket.shard_numel, grads.dtype)
             borrowed.append(output)
         works = self.reduction.start(grads, full, output)
         self._pool.lend(works, *borrowed)
@@ -367,7 +367,7 @@ class Reducer(RuntimePart):
         return bool(theirs)
 
     def _drop(self, grads: BucketGrads, slot: int) -> None:
-        grads.drop(slot, self._topology.shard_index("local"))
+        grads.drop(slot)
         self.reduction.forget_slot(grads, grads.bucket.layout.slots[slot])
         self.has_cleared = True
         if self._stage.shards_gradients and grads.full is not None and not any(grads.written):

@@ -110,8 +110,8 @@ class BuiltParameters:
         kinds = by_kind((f"{title}.{name}", param) for name, param in named.items())
         new = lambda: [self._new_bucket(title, same) for same in kinds.values()]  # noqa: E731
         for bucket in on_every_rank(new, self.topology, fact=fact):
-            own = torch.zeros(bucket.layout.shard_numel, dtype=bucket.dtype, device=self.device)
-            pieces = {piece.slot: piece for piece in bucket.layout.pieces(self.topology.rank)}
+            own = torch.zeros(bucket.shard_numel, dtype=bucket.dtype, device=self.device)
+            pieces = {piece.slot: piece for piece in bucket.layout.pieces(bucket.row)}
             for slot, param in enumerate(bucket.params):
                 value = self._to_exchange(param.detach(), bucket.dtype)
                 control.broadcast_(value, 0, self.topology)
@@ -176,7 +176,7 @@ class BuiltParameters:
     def _new_bucket(self, title: str, named: list[tuple[str, nn.Parameter]]) -> Bucket:
         names, params = [name for name, _ in named], [param for _, param in named]
         layout = BucketLayout.of(names, [tuple(p.shape) for p in params], self.topology.world_size, 1)
-        bucket = Bucket(0, title, layout, params)
+        bucket = Bucket(0, title, layout, params, row=self.topology.rank)
         self._convert(bucket, self.device, bucket.dtype if self.dtype is None else self.dtype)
         return bucket
 
@@ -257,8 +257,7 @@ class BuiltParameters:
                 param.zero_shard.dtype = bucket.dtype  # type: ignore[attr-defined]
         bucket.copy_back_moved()
         control.broadcast_(bucket.buffer, rank, self.topology)
-        base = self.topology.rank * bucket.layout.shard_numel
-        self._store(bucket, bucket.buffer[base : base + bucket.layout.shard_numel].to(self.device, copy=True))
+        self._store(bucket, bucket.shard_of(bucket.buffer).to(self.device, copy=True))
 
     @contextmanager
     def gathered(self, buckets: list[Bucket]) -> Iterator[None]:

@@ -8,6 +8,7 @@ the same format as all others, so a forward reads the same bits as if each layer
 from __future__ import annotations
 
 import zlib
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -21,11 +22,14 @@ from zero._model.init_shards import is_built
 from zero._modes import resolve_mode
 from zero._sharding.bucket import Bucket, is_managed
 from zero._sharding.layout import BucketLayout, group_consecutive
+from zero._sharding.placement import PlacedTensor, place, work_of
 from zero._sharding.units import Unit, by_kind, find_units
 from zero._storage.tier_settings import Tier
 
 MERGED_NUMEL = 2**20
 """Elements of merged units at most: merging larger exchanges saves no time, and delays their start in backward."""
+JOINED_NUMEL = 2**16
+"""Elements of a parameter up to which it is in a bucket of whole tensors, as one of them: norms and biases."""
 MAX_REPORTED = 4
 """Differences between the ranks' models that an error lists."""
 
@@ -40,8 +44,12 @@ class ModelPlan(NamedTuple):
     buckets: list[Bucket]
 
 
-def plan_model(model: nn.Module, settings: ZeroSettings, topology: Topology) -> ModelPlan:
+def plan_model(
+    model: nn.Module, settings: ZeroSettings, topology: Topology, whole: Collection[nn.Parameter] = ()
+) -> ModelPlan:
     """Divide ``model`` into units and buckets, without communication.
+
+    ``whole``: parameters that their optimizer updates as whole tensors.
 
     Raises:
         ZcommError: The model cannot be sharded with these settings.
@@ -52,14 +60,21 @@ def plan_model(model: nn.Module, settings: ZeroSettings, topology: Topology) -> 
     if effective.stage.shards_parameters:
         _check_is_gatherable(model)
     units, persistent = _cut_into_units(model, settings, effective)
-    buckets = _cut_into_buckets([persistent], topology.world_size, effective.align, is_persistent=True)
-    buckets_of_unit: list[list[Bucket]] = []
     numels = [sum(param.numel() for _, param in unit.parameters) for unit in units]
-    for indices in group_consecutive(numels, numel_to_merge(settings, effective)):
-        run = [units[index] for index in indices]
-        of_run = _cut_into_buckets(run, topology.world_size, effective.align, first=len(buckets))
-        buckets_of_unit += [of_run] * len(run)
-        buckets += of_run
+    runs = [[units[i] for i in run] for run in group_consecutive(numels, numel_to_merge(settings, effective))]
+    contents = [_contents(run, set(whole)) for run in ([persistent], *runs)]
+    deals = effective.stage.shards_states and topology.world_size > 1
+    rows = _rows_of(contents, topology) if deals else {}
+    buckets: list[Bucket] = []
+    of_runs: list[list[Bucket]] = []
+    for run, of_run in zip(([persistent], *runs), contents, strict=True):
+        made = [
+            _bucket(index, run, content, rows, topology, effective.align, is_persistent=not of_runs)
+            for index, content in enumerate(of_run, len(buckets))
+        ]
+        buckets += made
+        of_runs.append(made)
+    buckets_of_unit = [made for run, made in zip(runs, of_runs[1:], strict=True) for _ in run]
     return ModelPlan(effective, units, buckets_of_unit, buckets)
 
 
@@ -139,18 +154,64 @@ def _check_is_gatherable(model: nn.Module) -> None:
             )
 
 
-def _cut_into_buckets(
-    run: list[Unit], world_size: int, align: int, *, first: int = 0, is_persistent: bool = False
-) -> list[Bucket]:
-    """The buckets of a run of units, numbered from ``first``: one for each dtype and requires_grad."""
-    kinds = by_kind(named for unit in run for named in unit.parameters)
-    buckets = []
-    for index, named in enumerate(kinds.values(), first):
-        names, params = [name for name, _ in named], [param for _, param in named]
-        layout = BucketLayout.of(names, [tuple(p.shape) for p in params], world_size, align)
-        title = " .. ".join(dict.fromkeys((run[0].name or names[0], run[-1].name or names[-1])))
-        buckets.append(Bucket(index, title, layout, params, is_persistent=is_persistent))
-    return buckets
+class Content(NamedTuple):
+    """The parameters of one bucket."""
+
+    named: list[tuple[str, nn.Parameter]]
+    whole: set[nn.Parameter]
+    """Those that are updated as whole tensors; if there are any, every parameter of the bucket is in one shard."""
+
+
+def _contents(run: list[Unit], whole: Collection[nn.Parameter]) -> list[Content]:
+    """What the buckets of a run of units hold: one for each dtype and requires_grad.
+
+    Beside whole tensors, large parameters that may be cut have a bucket of their own, with equal shards.
+    """
+    contents = []
+    for (_, is_trainable), named in by_kind(named for unit in run for named in unit.parameters).items():
+        dealt = {param for _, param in named if is_trainable and param in whole}
+        is_cut = [bool(dealt) and param not in dealt and param.numel() > JOINED_NUMEL for _, param in named]
+        for cut in (False, True):
+            own = [one for one, is_own in zip(named, is_cut, strict=True) if is_own is cut]
+            if own:
+                contents.append(Content(own, set() if cut else dealt))
+    return contents
+
+
+def _rows_of(contents: list[list[Content]], topology: Topology) -> dict[nn.Parameter, int]:
+    """The shard of each parameter of the buckets that have whole tensors."""
+    dealt = [content for of_run in contents for content in of_run if content.whole]
+    params = [(index, param) for index, content in enumerate(dealt) for _, param in content.named]
+    whole = {param for content in dealt for param in content.whole}
+    tensors = [PlacedTensor(i, p.numel(), work_of(p.shape, is_whole=p in whole)) for i, p in params]
+    places = place(tensors, topology.num_nodes, topology.ranks_per_node)
+    return {p: rank * topology.num_nodes + node for (_, p), (node, rank) in zip(params, places, strict=True)}
+
+
+def _bucket(
+    index: int,
+    run: list[Unit],
+    content: Content,
+    rows: Mapping[nn.Parameter, int],
+    topology: Topology,
+    align: int,
+    *,
+    is_persistent: bool,
+) -> Bucket:
+    """Bucket number ``index``, of a run of units; ``rows``: see :func:`_rows_of`."""
+    title = " .. ".join(dict.fromkeys((run[0].name or content.named[0][0], run[-1].name or content.named[-1][0])))
+    is_dealt = bool(content.whole) and bool(rows)
+    named = sorted(content.named, key=lambda one: rows[one[1]]) if is_dealt else content.named
+    names, params = [name for name, _ in named], [param for _, param in named]
+    layout = BucketLayout.of(
+        names,
+        [tuple(param.shape) for param in params],
+        topology.world_size,
+        align,
+        whole=[param in content.whole for param in params],
+        owners=[rows[param] for param in params] if is_dealt else None,
+    )
+    return Bucket(index, title, layout, params, row=topology.shard_index("local"), is_persistent=is_persistent)
 
 
 def check_ranks_agree(buckets: list[Bucket], settings: ZeroSettings, topology: Topology) -> None:

@@ -153,9 +153,7 @@ class DelayedUpdate(RuntimePart):
         """Updates so far, delayed or not."""
         # Two buffers: update k writes to one while the parameters of update k - 1, in the other, are written back
         # (U1; tests/zero/test_delayed_update.py). Zeros: a shard that is all padding is never written, but sent.
-        self._memory = {
-            b: [b.states.empty(b.layout.shard_numel, b.dtype).zero_() for _ in range(2)] for b in self.buckets
-        }
+        self._memory = {b: [b.states.empty(b.shard_numel, b.dtype).zero_() for _ in range(2)] for b in self.buckets}
         self._finished: dict[Bucket, Tensor] = {}
         """Parameters that are not written back yet."""
         self._job: DelayedStep | None = None

@@ -1,10 +1,13 @@
-"""Check by a trial that an optimizer is elementwise, so that it can update shards, and that its states can be sharded.
+"""Find by a trial what an optimizer updates, elements or whole tensors, and check that its states can be sharded.
 
-A rank updates flat runs of parameters that are cut anywhere. So the new value of an element may depend only on that
-element, its gradients and its group's settings: on no other element, tensor or group, and on no shape.
+An elementwise optimizer (Adam, SGD, Lion) updates flat runs of parameters that are cut anywhere. So the new value of an
+element may depend only on that element, its gradients and its group's settings: on no other element, tensor or group,
+and on no shape. An optimizer of whole tensors (Muon, LAMB, Adafactor) gets them whole, each on one rank: there a new
+value may depend on the tensor, but on no other one. What couples tensors (Prodigy, a norm over all) is refused.
 
     full      one optimizer, as without ZeRO         tensors of several shapes in every parameter group
-    sharded   one optimizer on each of three ranks   flat runs of the same elements, views of one buffer
+    sharded   one optimizer on each of three ranks   flat runs of the same elements, views of one buffer;
+                                                     or the same tensors, dealt out
 
 Both make the same steps on made-up tensors, and after each step every element must be equal in both. Gradients are
 small and large, so that thresholds take effect; the last steps are those after a million, so that warm-ups have ended
@@ -20,7 +23,7 @@ import inspect
 import random
 import warnings
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -29,6 +32,7 @@ from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
 from zcomm import ConfigError
+from zero._optim.lamb import Lamb
 from zero._optim.lion import Lion
 from zero._optim.optimizer_clone import copy_of, over_groups, start_training
 from zero._storage.safetensors_file import is_storable
@@ -44,8 +48,13 @@ def attributes(optimizer: Optimizer) -> dict[str, str]:
     }
 
 
-def unsaved_state(optimizer: Optimizer, leaves: list[Tensor], before: dict[str, str]) -> Iterator[str]:
-    """What a checkpoint of ``optimizer`` would lose; ``before``: its attributes before any step."""
+def unsaved_state(
+    optimizer: Optimizer, leaves: list[Tensor], before: dict[str, str], *, takes_any: bool
+) -> Iterator[str]:
+    """What a checkpoint of ``optimizer`` would lose; ``before``: its attributes before any step.
+
+    ``takes_any``: states may be tensors of any shape: those of whole tensors.
+    """
     for name, text in attributes(optimizer).items():
         if text != before.get(name):
             yield f"keeps {name!r}, which steps change, outside of its state: a checkpoint would lose it"
@@ -56,7 +65,9 @@ def unsaved_state(optimizer: Optimizer, leaves: list[Tensor], before: dict[str, 
             continue
         for name, value in state.items():
             is_tensor = type(value) in (Tensor, nn.Parameter)
-            is_held = value.numel() == 1 or value.shape == leaf.shape if is_tensor else isinstance(value, (int, float))
+            is_held = isinstance(value, (int, float))
+            if is_tensor:
+                is_held = takes_any or value.numel() == 1 or value.shape == leaf.shape
             if value is not None and not is_held:
                 kind = f"a {type(value).__name__}" + (f" of shape {tuple(value.shape)}" if is_tensor else "")
                 yield (
@@ -67,6 +78,9 @@ def unsaved_state(optimizer: Optimizer, leaves: list[Tensor], before: dict[str, 
 
 Shapes = tuple[tuple[int, ...], ...]
 SHAPES: Shapes = ((), (37,), (24, 20), (8, 5, 3, 3))
+MATRICES: Shapes = ((24, 20), (20, 24), (9, 9), (40, 8))
+WHOLE: Shapes = ((), (37,), *MATRICES, (8, 5, 3, 3))
+"""The shapes of the trial of whole tensors."""
 SIDE, MAX_SIDE = 130, 512
 """The side of the large matrix, and its maximum. Optimizers factor the states of matrices with sides from 128 on, or
 encode states of 4,096 elements and more; settings that name another size raise the side up to the maximum."""
@@ -98,6 +112,10 @@ BY_PARAMETER = frozenset(
 """What a step of these does to a parameter depends on that parameter, its state and its group's settings alone."""
 KNOWN = BY_PARAMETER | {Lion}
 """Elementwise by their formulas. They are not tried here, which would take hundreds of ms; the tests try them."""
+OF_TENSORS = frozenset(
+    {Lamb, *(cls for name in ("Adafactor", "Muon") if (cls := getattr(optim, name, None)) is not None)}
+)
+"""Those that update each tensor by itself; the tests try them."""
 
 
 class _Subject(NamedTuple):
@@ -135,6 +153,61 @@ Ranks = list[list[TrialSlice]]
 """What each rank updates."""
 
 
+def updates_tensors(optimizer: Optimizer | type[Optimizer], options: Mapping[str, Any], device: torch.device) -> bool:
+    """Whether ``optimizer`` updates whole tensors; False: elements. Found by trials, unless its class is known.
+
+    A class can declare it: ``zero_updates = "tensors"`` or ``"elements"``; the trial of that must pass.
+
+    Args:
+        optimizer: An instance, which is not changed, though its hooks are called; or a class.
+        options: Options of the class.
+        device: The device of the masters.
+
+    Raises:
+        ConfigError: It couples tensors, its states cannot be saved, or the trial shows that the declaration is wrong.
+
+    Cost: see :func:`check_elementwise`; for optimizers of tensors another trial like it.
+    """
+    declared = getattr(optimizer, "zero_updates", None)
+    if declared not in (None, "elements", "tensors"):
+        raise ConfigError(f"zero_updates must be 'elements' or 'tensors': zero_updates={declared!r}")
+    if declared is None and _is_one_of(OF_TENSORS, optimizer):
+        return True
+    failure: ConfigError | None = None
+    if declared != "tensors":
+        try:
+            check_elementwise(optimizer, options, device)
+        except ConfigError as error:
+            failure = error
+        if failure is None or declared == "elements":
+            if failure is not None:
+                raise failure
+            return False
+    groups = [] if isinstance(optimizer, type) else _distinct(optimizer.param_groups)[:GROUPS]
+    subject = _Subject(optimizer, options, device, groups)
+    with _isolated(device):
+        problem = _problem_of_tensors(subject)
+    if problem:
+        before = f"{subject.name} " if failure is None else f"{failure}. As an optimizer of whole tensors it "
+        raise ConfigError(before + problem)
+    return True
+
+
+def _problem_of_tensors(subject: _Subject) -> str:
+    """Why the tensors of these groups cannot be dealt out to ranks; empty: they can."""
+    failure: Exception | None = None
+    for dtype in TOLERANCES:
+        for shapes in (WHOLE, MATRICES):  # Muon takes matrices only
+            try:
+                trial = _Trial(subject, dtype, shapes, is_whole=True)
+                trial.run()
+            except Exception as error:
+                failure = error
+            else:
+                return trial.problem()
+    return f"a trial step on whole tensors, without a closure, raised {type(failure).__name__}: {failure}"
+
+
 def check_elementwise(optimizer: Optimizer | type[Optimizer], options: Mapping[str, Any], device: torch.device) -> None:
     """Refuse an optimizer that updates shards differently from full tensors, or loses state in a checkpoint.
 
@@ -150,7 +223,7 @@ def check_elementwise(optimizer: Optimizer | type[Optimizer], options: Mapping[s
     Cost: nothing for those that are :data:`KNOWN`; else, for each parameter group with settings of its own, 16 steps of
     about 900 elements and 16 of 18,000, each twice; and memory for 16 groups.
     """
-    if _is_known(optimizer):
+    if _is_one_of(KNOWN, optimizer):
         return
     groups = [] if isinstance(optimizer, type) else _distinct(optimizer.param_groups)
     subject = _Subject(optimizer, options, device, groups[:GROUPS])
@@ -163,12 +236,12 @@ def check_elementwise(optimizer: Optimizer | type[Optimizer], options: Mapping[s
         raise ConfigError(f"{subject.name} {problem}. {REMEDY}")
 
 
-def _is_known(optimizer: Optimizer | type[Optimizer]) -> bool:
-    """Whether it is one of :data:`KNOWN`, with the step of its class and nothing hooked to it."""
+def _is_one_of(known: Collection[type[Optimizer]], optimizer: Optimizer | type[Optimizer]) -> bool:
+    """Whether its class is in ``known``, with the step of that class and nothing hooked to it."""
     if isinstance(optimizer, type):
-        return optimizer in KNOWN
+        return optimizer in known
     hooks = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
-    return type(optimizer) in KNOWN and "step" not in vars(optimizer) and not any(hooks)
+    return type(optimizer) in known and "step" not in vars(optimizer) and not any(hooks)
 
 
 def _problem(subject: _Subject) -> str:
@@ -196,8 +269,9 @@ def _problem(subject: _Subject) -> str:
 class _Trial:
     """One optimizer, tried in one dtype."""
 
-    def __init__(self, subject: _Subject, dtype: torch.dtype, shapes: Shapes) -> None:
+    def __init__(self, subject: _Subject, dtype: torch.dtype, shapes: Shapes, *, is_whole: bool = False) -> None:
         self._optimizer, self._options, device, self._groups = subject
+        self._is_whole = is_whole
         self._dtype, self._shapes = dtype, shapes
         self._tensors = list(_tensors(max(len(self._groups), 1), shapes))
         numel, generator = self._tensors[-1].stop, torch.Generator().manual_seed(0)
@@ -216,7 +290,7 @@ class _Trial:
         except Exception:
             self._num_steps = STEPS
             self._full = self._path(full)
-        self._sharded = self._path(self._three_ranks())
+        self._sharded = self._path(self._dealt() if self._is_whole else self._three_ranks())
 
     def problem(self) -> str:
         """Why shards cannot be updated; empty: they can."""
@@ -232,6 +306,8 @@ class _Trial:
     def coupling(self) -> str:
         """What an update depends on beside its element; empty: nothing."""
         found = self._difference(self._sharded)
+        if self._is_whole:
+            return f"couples tensors: {self._reason()}. Dealt out to ranks {found}" if found else ""
         return f"is not elementwise: {self._reason()}. On shards {found}" if found else ""
 
     def _reason(self) -> str:
@@ -239,8 +315,7 @@ class _Trial:
         full, last = [self._tensors], max(run.group for run in self._tensors)
         ways: dict[str, tuple[Ranks, int]] = {
             "it draws random numbers, which differ between ranks": (full, 1),
-            "it updates the same elements as a vector and as a matrix differently": ([[r.flat for r in full[0]]], 0),
-            "an update depends on other elements of the tensor": ([[p for r in full[0] for p in _halves(r)]], 0),
+            **({} if self._is_whole else self._ways_to_cut()),
             "an update depends on other tensors of the group": (
                 [self._tensors[i :: len(self._shapes)] for i in range(len(self._shapes))], 0,
             ),
@@ -255,6 +330,19 @@ class _Trial:
             except Exception as error:
                 return f"{reason} ({error!r})"
         return "an update depends on which tensors a rank has"
+
+    def _ways_to_cut(self) -> dict[str, tuple[Ranks, int]]:
+        halves = [part for run in self._tensors for part in _halves(run)]
+        return {
+            "it updates the same elements as a vector and as a matrix differently": (
+                [[run.flat for run in self._tensors]], 0,
+            ),
+            "an update depends on other elements of the tensor": ([halves], 0),
+        }  # fmt: skip
+
+    def _dealt(self) -> Ranks:
+        """Whole tensors; a rank has none of some groups."""
+        return [self._tensors[rank::3] for rank in range(3)]
 
     def _three_ranks(self) -> Ranks:
         """A part of every tensor, the remainder, and a little: most groups of the last rank are empty."""
@@ -287,7 +375,7 @@ class _Trial:
                 for run in runs:
                     path[step, run.start : run.stop] = flat[run.start : run.stop]
             if not is_full and not self._unsaved:
-                self._unsaved = list(unsaved_state(optimizer, leaves, before))
+                self._unsaved = list(unsaved_state(optimizer, leaves, before, takes_any=self._is_whole))
         return path
 
     def _build(self, leaves: list[Tensor], runs: list[TrialSlice], *, has_flag: bool) -> Optimizer:
@@ -413,11 +501,13 @@ def _seed(device: torch.device, seed: int) -> None:
         torch.cuda.default_generators[index].manual_seed(seed)
 
 
-NUMEL = 2**16
+NUMEL, SQUARE = 2**16, (2**8, 2**8)
 
 
-def check_states(optimizer: Optimizer, device: torch.device) -> None:
+def check_states(optimizer: Optimizer, device: torch.device, *, is_whole: bool = False) -> None:
     """Raise ConfigError if ``optimizer`` keeps anything but numbers, and tensors with one value for each element.
+
+    ``is_whole``: it updates whole tensors; then states are plain tensors of any shape.
 
     Cost: a step on 65,536 elements for each kind of parameter group.
     """
@@ -426,13 +516,15 @@ def check_states(optimizer: Optimizer, device: torch.device) -> None:
     }
     for group in kinds.values():
         param = torch.linspace(-1, 1, NUMEL, device=device)
+        if is_whole:
+            param = param.view(SQUARE)
         param.grad = param.clone()
         trial = over_groups(optimizer, [{**group, "params": [param]}])
         start_training(trial)
         with torch.no_grad():
             trial.step()
         for name, value in trial.state[param].items():
-            if not _is_shardable(value):
+            if not _is_shardable(value, is_whole=is_whole):
                 of = f" of shape {tuple(value.shape)}, {value.dtype}" if isinstance(value, Tensor) else ""
                 raise ConfigError(
                     f"{type(optimizer).__name__} keeps {name!r} of a parameter of {NUMEL} elements as a "
@@ -442,7 +534,7 @@ def check_states(optimizer: Optimizer, device: torch.device) -> None:
                 )
 
 
-def _is_shardable(value: Any) -> bool:
+def _is_shardable(value: Any, *, is_whole: bool) -> bool:
     if isinstance(value, Tensor):
-        return is_storable(value) and (value.numel() == 1 or value.shape == (NUMEL,))
+        return is_storable(value) and (is_whole or value.numel() == 1 or value.shape == (NUMEL,))
     return value is None or isinstance(value, (int, float))

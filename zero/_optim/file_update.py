@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from zcomm import StateError
 from zero._optim.cpu_optimizer_base import CPUOptimizer
 from zero._optim.masters import MasterPiece, pieces_by_bucket
+from zero._optim.several import name_of
 from zero._optim.state_files import LoadedSubGroup, StateFiles
 from zero._optim.step_pieces import numbers_of_groups, step_leaves
 from zero._optim.sub_groups import SubGroup, new_pipeline
@@ -126,9 +127,12 @@ class FileUpdate:
             if grad is None:
                 shard[run].copy_(master[run])
                 continue
-            own = {name: moment[run] for name, moment in moments.items()}
-            grad = grad[first : stop - piece.start] if unit.gradient is None else unit.gradient.values[run]
-            parts.append(LoadedMaster(piece, first, master[run], own, grad, shard[run]))
+            shape = piece.master.shape if piece.is_whole else (stop - start,)
+            own = {name: moment[run].view(shape) for name, moment in moments.items()}
+            flat = grad.reshape(-1)[first : stop - piece.start] if unit.gradient is None else unit.gradient.values[run]
+            parts.append(
+                LoadedMaster(piece, first, master[run].view(shape), own, flat.view(shape), shard[run].view(shape))
+            )
         for part in parts:
             self._inner.state[part.master] = self._state_of(part)
         try:
@@ -173,10 +177,10 @@ class FileUpdate:
             if name in part.moments:
                 if value.data_ptr() != part.moments[name].data_ptr():
                     part.moments[name].copy_(value)
-                kept[name] = placeholder(part.piece.master.numel(), value.dtype)
+                kept[name] = placeholder(part.piece.master.shape, value.dtype)
             elif isinstance(value, Tensor) and (value.numel() == part.master.numel() > 1 or name in named):
                 raise StateError(
-                    f"{type(self._inner).__name__} keeps {name!r} for each element, which it did not in a trial step: "
+                    f"{name_of(self._inner)} keeps {name!r} for each element, which it did not in a trial step: "
                     "the files have no room for it; use offload_optimizer.device 'cpu'"
                 )
             else:

@@ -15,14 +15,15 @@ from zero._config.optimizer_options import OPTIMIZER_OPTIONS, equivalent_optimiz
 from zero._config.parse import read_options
 from zero._config.value_types import closest, nearest, shown
 from zero._optim.cpu_optimizers import CPUAdagrad, CPUAdam, CPULion
+from zero._optim.lamb import Lamb
 from zero._optim.lion import Lion
 
 KNOWN: dict[str, type[Optimizer]] = {
     name.lower(): cls
     for name, cls in vars(torch.optim).items()
     if isinstance(cls, type) and issubclass(cls, Optimizer) and cls is not Optimizer
-} | {"lion": Lion}
-"""torch's optimizers and Lion, by their names in lower case."""
+} | {"lamb": Lamb, "lion": Lion}
+"""torch's optimizers, Lamb and Lion, by their names in lower case."""
 ON_HOST: dict[str, type[Optimizer]] = {"adam": CPUAdam, "adamw": CPUAdam, "adagrad": CPUAdagrad, "lion": CPULion}
 """zero's own optimizers for host memory."""
 

@@ -206,7 +206,7 @@ class FileGradient(GradientStore):
         self, files: GradientFiles, bucket: Bucket, host: HostMemory, sent: torch.dtype, wide: torch.dtype
     ) -> None:
         self._files, self._host, self._groups = files, host, files.groups_of[bucket]
-        self._numel, self._sent, self._wide = bucket.layout.shard_numel, sent, wide
+        self._numel, self._sent, self._wide = bucket.shard_numel, sent, wide
         self._num_means = 0
         self._error: Exception | None = None
         self._dtype = sent

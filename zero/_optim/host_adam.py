@@ -25,6 +25,7 @@ from zero._config.resolved import ResolvedConfig
 from zero._optim.cpu_optimizer_base import CPUOptimizer
 from zero._optim.cpu_optimizers import CPUAdam
 from zero._optim.masters import GivenOptimizer, Groups, MasterPiece, build_inner
+from zero._optim.several import name_of
 from zero._sharding.bucket import Bucket
 
 
@@ -70,7 +71,7 @@ def is_same_rule(inner: Optimizer, saved: str, options: Sequence[Mapping[str, An
 
     True for the same class, or if both are Adam and every group has the same kind of weight decay in both.
     """
-    if type(inner).__name__ == saved:
+    if name_of(inner) == saved:
         return True
     groups = inner.param_groups
     return (

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from zcomm import ConfigError
 from zero._config.settings import nearest_setting
 from zero._optim.optimizer_clone import new_state
+from zero._optim.several import optimizers_of
 from zero._sharding.bucket import Bucket
 from zero._sharding.stages import Stage
 
@@ -38,6 +39,16 @@ class MasterPiece:
     start: int
     """Its offset in the bucket's master."""
     master: Tensor
+    """Flat; where the optimizer updates whole tensors, of the parameter's shape."""
+
+    def of(self, shard: Tensor) -> Tensor:
+        """The same elements of another tensor like the bucket's master, in the shape of :attr:`master`."""
+        return shard[self.start : self.start + self.master.numel()].view(self.master.shape)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is updated as a tensor of the parameter's shape."""
+        return self.bucket.layout.slots[self.slot].is_whole
 
 
 def pieces_by_bucket(buckets: Iterable[Bucket], pieces: Iterable[MasterPiece]) -> dict[Bucket, list[MasterPiece]]:
@@ -74,14 +85,15 @@ def is_elementwise(master: Tensor, value: Tensor) -> bool:
     return value.ndim > 0 and value.numel() == master.numel()
 
 
-def build_pieces(buckets: list[Bucket], stage: Stage, shard_index: int) -> list[MasterPiece]:
+def build_pieces(buckets: list[Bucket], stage: Stage) -> list[MasterPiece]:
     """This rank's pieces of all trainable buckets, in order."""
     pieces = []
     for bucket in buckets:
         if bucket.is_trainable:
-            for piece, master in bucket.master_pieces(stage, shard_index):
-                param = bucket.params[piece.slot]
-                pieces.append(MasterPiece(param, bucket, piece.slot, piece.first, piece.start, master))
+            for piece, master in bucket.master_pieces(stage):
+                param, slot = bucket.params[piece.slot], bucket.layout.slots[piece.slot]
+                leaf = master.view(slot.shape) if slot.is_whole else master
+                pieces.append(MasterPiece(param, bucket, piece.slot, piece.first, piece.start, leaf))
     return pieces
 
 
@@ -130,9 +142,10 @@ def build_inner(
         for group, params in zip(optimizer.param_groups, replaced, strict=True):
             group["params"] = params
         if optimizer.state:
-            state = new_state(optimizer, optimizer.param_groups)
+            states = [new_state(one, one.param_groups) for one in optimizers_of(optimizer)]
             optimizer.state.clear()
-            optimizer.state.update(state)
+            for state in states:
+                optimizer.state.update(state)
         return optimizer
     try:
         return optimizer([{"params": params} for params in replaced], **options)

@@ -10,7 +10,8 @@ import copy
 import inspect
 import random
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zcomm import ConfigError, StateError
+from zero._optim.several import Several, name_of, optimizers_of
 
 
 def check_is_new(optimizer: Optimizer) -> None:
@@ -82,6 +84,9 @@ def over_groups(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer
     other.__dict__.update(optimizer.__dict__)
     other.__dict__.pop("step", None)  # a scheduler's wrapper of it steps the original
     other.param_groups, other.state = groups, defaultdict(dict)
+    if isinstance(other, Several):
+        other.optimizers = [over_groups(one, one.param_groups) for one in other.optimizers]
+        other.share()
     return other
 
 
@@ -115,8 +120,10 @@ def _copied(value: Any, known: dict[int, Any]) -> Any:
         return value
 
 
-def moments_of(inner: Optimizer, dtype: torch.dtype) -> dict[str, torch.dtype]:
+def moments_of(inner: Optimizer, dtype: torch.dtype, whole_groups: Sequence[bool]) -> dict[str, torch.dtype]:
     """The dtypes of the elementwise states that ``inner`` keeps of parameters in ``dtype``, found by a trial step.
+
+    ``whole_groups``: which of its parameter groups are updated as whole tensors.
 
     Raises:
         ConfigError: ``inner`` holds states before its first step.
@@ -124,17 +131,22 @@ def moments_of(inner: Optimizer, dtype: torch.dtype) -> dict[str, torch.dtype]:
     found: dict[str, torch.dtype] = {}
     if inner.state:
         raise ConfigError(
-            f"{type(inner).__name__} makes its states before the first step, in memory: use zero's own optimizer of "
+            f"{name_of(inner)} makes its states before the first step, in memory: use zero's own optimizer of "
             "that name, or offload_optimizer.device 'cpu'"
         )
-    for group in inner.param_groups:
-        param = torch.ones(3, dtype=dtype)
-        trial = copy_of(inner, [group], [[param]])
-        start_training(trial)
-        for _ in range(2):
-            param.grad = torch.ones_like(param)
-            trial.step()
-        for name, value in trial.state[param].items():
-            if isinstance(value, Tensor) and value.ndim and value.numel() == param.numel():
-                found[name] = value.dtype
+    owners = [(one, group) for one in optimizers_of(inner) for group in one.param_groups]
+    for (one, group), is_whole in zip(owners, whole_groups, strict=True):
+        for shape in ((3, 3), (3,)) if is_whole else ((3,),):
+            with suppress(Exception) if len(shape) == 1 and is_whole else nullcontext():  # Muon takes matrices
+                param = torch.ones(shape, dtype=dtype)
+                found |= _moments_of(copy_of(one, [group], [[param]]), param)
     return found
+
+
+def _moments_of(trial: Optimizer, param: Tensor) -> dict[str, torch.dtype]:
+    start_training(trial)
+    for _ in range(2):
+        param.grad = torch.ones_like(param)
+        trial.step()
+    states = {name: value for name, value in trial.state[param].items() if isinstance(value, Tensor)}
+    return {name: value.dtype for name, value in states.items() if value.ndim and value.numel() == param.numel()}

@@ -165,8 +165,10 @@ class StateFiles(RuntimePart):
             self.store.close()
             raise
 
-    def open_moments(self, inner: Optimizer, pieces: Sequence[MasterPiece]) -> None:
+    def open_moments(self, inner: Optimizer, pieces: Sequence[MasterPiece], whole_groups: Sequence[bool]) -> None:
         """Create the file of the moments of ``inner``, which updates ``pieces``. Collective if any are in files.
+
+        ``whole_groups``: which of its parameter groups are updated as whole tensors.
 
         Raises:
             OSError: Too little space; on every rank.
@@ -177,7 +179,7 @@ class StateFiles(RuntimePart):
             return
         self._pieces = pieces_by_bucket(self.groups_of, pieces)
         dtype = next(iter(self.groups_of)).master.dtype
-        moments = on_every_rank(lambda: moments_of(inner, dtype), self._topology)
+        moments = on_every_rank(lambda: moments_of(inner, dtype, whole_groups), self._topology)
         self.moments = dict(sorted(moments.items(), key=lambda item: -item[1].itemsize))
         at = 0
         for group in self.groups:
@@ -267,7 +269,7 @@ class StateFiles(RuntimePart):
             writes: Write everything afterwards, with what was changed inside or had memory already.
         """
         dtypes = {"": master_dtype(bucket.dtype), **self.moments}
-        full = {name: torch.zeros(bucket.layout.shard_numel, dtype=dtype) for name, dtype in dtypes.items()}
+        full = {name: torch.zeros(bucket.shard_numel, dtype=dtype) for name, dtype in dtypes.items()}
         for group in self.groups_of[bucket]:
             with self.loaded(group, reads=True) as unit:
                 full[""][group.start : group.stop] = unit.master
@@ -278,14 +280,14 @@ class StateFiles(RuntimePart):
             for start, stop, view in views:
                 here = full[name][start:stop]
                 if not is_placeholder(view):
-                    here.copy_(view)
-                view.data = here
+                    here.copy_(view.reshape(-1))
+                view.data = here.view(view.shape)
         try:
             yield
         finally:
             for views in tensors.values():
                 for _, _, view in views:
-                    view.data = placeholder(view.numel(), view.dtype)
+                    view.data = placeholder(view.shape, view.dtype)
         if writes:
             self.write(bucket, full)
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 from zero._sharding.bucket import Bucket
+from zero._sharding.layout import group_consecutive
 from zero._storage.swap_pipeline import L, Pipeline
 from zero._storage.tier_settings import StateTier
 
@@ -34,8 +36,17 @@ class SubGroup:
 
 
 def split(bucket: Bucket, largest: int) -> Iterator[SubGroup]:
-    """``bucket`` in equal sub-groups of at most ``largest`` elements: multiples of 256, as its shard is."""
-    numel = bucket.layout.shard_numel
+    """``bucket`` in equal sub-groups of at most ``largest`` elements: multiples of 256, as its shard is.
+
+    Tensors that are updated as a whole are not cut: as many as fit, but at least one, are a sub-group.
+    """
+    numel = bucket.shard_numel
+    if any(slot.is_whole for slot in bucket.layout.slots):
+        starts = [piece.start for piece in bucket.layout.pieces(bucket.row)]
+        numels = [stop - start for start, stop in pairwise([*starts, numel])]
+        for run in group_consecutive(numels, largest):
+            yield SubGroup(bucket, starts[run[0]], starts[run[0]] + sum(numels[index] for index in run))
+        return
     blocks = -(-numel // 256)
     parts = -(-blocks // max(min(largest, LARGEST_NUMEL) // 256, 1)) or 1
     step = max(-(-blocks // parts), 1) * 256

@@ -136,6 +136,6 @@ def _gradients(bucket: Bucket, runtime: Runtime) -> list[int]:
         return [slot.numel * grads.dtype.itemsize for slot in slots]
     tensors = grads.store.tensors
     per_element = sum(tensor.element_size() for tensor in tensors) if tensors else grads.dtype.itemsize
-    for piece in bucket.layout.pieces(runtime.topology.shard_index("local")):
+    for piece in bucket.layout.pieces(bucket.row):
         found[piece.slot] = (piece.stop - piece.start) * per_element
     return found

@@ -35,8 +35,7 @@ class GatheredEdits:
 
         Elements that it leaves as they are keep their masters, which are more precise than what the forward sees.
         """
-        row = self._topology.shard_index("local")
-        before = {bucket: bucket.own_rows(self._stage, row).clone() for bucket in slots}
+        before = {bucket: bucket.own_rows(self._stage).clone() for bucket in slots}
         params = _params(slots)
         writes = [num_writes(param) for param in params]
         try:
@@ -75,9 +74,8 @@ class GatheredEdits:
         changed = dict.fromkeys(chosen, False)
         with self._open_masters([bucket]):
             control.broadcast_(bucket.buffer, rank, self._topology)
-            row = self._topology.shard_index("local")
-            rows = bucket.own_rows(self._stage, row)
-            for piece, master in bucket.master_pieces(self._stage, row):
+            rows = bucket.own_rows(self._stage)
+            for piece, master in bucket.master_pieces(self._stage):
                 if piece.slot in changed:
                     part = slice(piece.start, piece.stop)
                     values = rows[part].to(master.device, master.dtype)  # masters may be in host memory

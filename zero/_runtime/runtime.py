@@ -9,7 +9,7 @@ Called by :class:`zero.ZeroOptimizer`, which adds the optimizer, and by :mod:`ze
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 
@@ -51,10 +51,18 @@ PARTS = (
 class Runtime:
     """Owns the buckets of ``model`` and everything that communicates for them."""
 
-    def __init__(self, model: nn.Module, settings: ZeroSettings, topology: Topology, *, is_log_rank: bool) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        settings: ZeroSettings,
+        topology: Topology,
+        whole: Collection[nn.Parameter] = (),
+        *,
+        is_log_rank: bool,
+    ) -> None:
         self.model, self.settings, self.topology = model, settings, topology
         self.is_log_rank, self.is_closed = is_log_rank, False
-        plan = on_every_rank(lambda: plan_model(model, settings, topology), topology)
+        plan = on_every_rank(lambda: plan_model(model, settings, topology, whole), topology)
         self.effective, self.buckets = plan.effective, plan.buckets
         self.stage = self.effective.stage
         self.is_inexact = self.effective.weight_format != "none" or self.effective.change_format is not None
@@ -99,7 +107,7 @@ class Runtime:
     def _open_gathers(self) -> None:
         options = gather_options(self.settings, self.effective, self.topology)
         tiers, device, plans = self.settings.tiers, self.buckets[0].device, self._plans_of_shards(options)
-        total_numel = sum(bucket.layout.shard_numel for bucket in self.buckets)
+        total_numel = sum(bucket.shard_numel for bucket in self.buckets)
         self.parameter_storage = ParameterStorage(tiers, device, self.topology, plans, total_numel=total_numel)
         self.gatherer = Gatherer(
             self.buckets,
@@ -119,12 +127,12 @@ class Runtime:
     def _plans_of_shards(self, options: GatherOptions) -> dict[int, ShardPlan]:
         """The shards that are stored off the device, or encoded."""
         plans: dict[int, ShardPlan] = {}
-        row, is_off_device = self.topology.shard_index("local"), self.settings.tiers.parameters.tier is not Tier.DEVICE
+        is_off_device = self.settings.tiers.parameters.tier is not Tier.DEVICE
         for b in self.buckets if self.stage.shards_parameters else []:
             is_encoded = self.settings.quantized_nontrainable_weights and not b.is_trainable
             if not b.is_persistent and (is_off_device or is_encoded):
-                name, cuts, gaps = f"bucket{b.index}", options.columns(b.layout), b.layout.gaps_of(row)
-                plans[b.index] = ShardPlan(name, b.layout.shard_numel, b.dtype, cuts, gaps, is_encoded)
+                name, cuts, gaps = f"bucket{b.index}", options.columns_of(b), b.layout.gaps_of(b.row)
+                plans[b.index] = ShardPlan(name, b.shard_numel, b.dtype, cuts, gaps, is_encoded)
         return plans
 
     def _build(self, plan: ModelPlan) -> None:
@@ -134,7 +142,7 @@ class Runtime:
         keeps = {"keeps_exact_master": exact, "keeps_exact_shard": mode.keeps_exact_shards}
 
         def partition(bucket: Bucket, full: Tensor) -> None:
-            bucket.partition(full, self.stage, topology, self.parameter_storage, **keeps)
+            bucket.partition(full, self.stage, self.parameter_storage, **keeps)
 
         partition_model(self.model, self.buckets, topology, partition)
         if self.is_inexact:
@@ -183,8 +191,10 @@ class Runtime:
         for part in self.parts:
             part.step_ended()
 
-    def open_states(self, inner: Optimizer, pieces: list[MasterPiece]) -> None:
+    def open_states(self, inner: Optimizer, pieces: list[MasterPiece], whole_groups: Sequence[bool]) -> None:
         """Make room for the moments of ``inner`` in the files, if there are any. Collective.
+
+        ``whole_groups``: which of its parameter groups are updated as whole tensors.
 
         Raises:
             OSError: Too little space; on every rank.
@@ -194,7 +204,7 @@ class Runtime:
         on_host = [bucket for bucket in self.buckets if bucket.states.is_on_host]
         if self.settings.tiers.states.delays_update and on_host:
             self.delayed = on_every_rank(lambda: DelayedUpdate(on_host, self.topology), self.topology)
-        self.state_files.open_moments(inner, pieces)
+        self.state_files.open_moments(inner, pieces, whole_groups)
         self.states = OptimizerStates(inner, pieces)
         notes = (note for part in self.parts for note in part.described())
         self.effective = self.effective.with_notes(details=tuple(notes))

@@ -8,6 +8,7 @@ construction, from the first rank's table (:mod:`zcomm._collectives.auto_format`
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,11 +28,13 @@ from zero._config.settings import ZeroSettings
 from zero._model.model_checks import check_is_plain
 from zero._model.model_layout import check_model, plan_model
 from zero._optim.cpu_optimizer_base import CPUOptimizer
-from zero._optim.elementwise_check import check_elementwise, check_states
-from zero._optim.masters import as_groups, build_inner, check_options
+from zero._optim.elementwise_check import check_states, updates_tensors
+from zero._optim.masters import Groups, as_groups, build_inner, check_options
 from zero._optim.optimizer_clone import check_is_new
+from zero._optim.several import optimizers_of
 from zero._ranks.rank_errors import on_every_rank
 from zero._runtime.runtime import Runtime
+from zero._sharding.bucket import Bucket
 from zero._sharding.stages import get_stage
 from zero._storage.tier_settings import Tier
 
@@ -85,8 +88,8 @@ def _understand(
     check_is_plain(model)
     plan = resolve_config(config, options)
     as_groups(model, optimizer)
-    if isinstance(optimizer, Optimizer):
-        check_is_new(optimizer)
+    for one in optimizers_of(optimizer) if isinstance(optimizer, Optimizer) else ():
+        check_is_new(one)
     device = check_model(model)
     check_backend("training", topology, plan.settings.backend, plan.settings.kernels, device)
     check_options(optimizer, plan.optimizer_options)
@@ -94,13 +97,68 @@ def _understand(
     if tier.tier is not Tier.DEVICE and tier.ratio == 1:
         device = torch.device("cpu")
     own_options = plan.optimizer_options
-    trial = build_inner(optimizer, [{"params": []}], [], own_options) if isinstance(optimizer, type) else optimizer
+    if isinstance(optimizer, type):
+        trial = build_inner(optimizer, [{"params": []}], [], own_options)
+        is_whole = _updates_tensors(optimizer, trial, own_options, device, model)
+        if is_whole:
+            _check_takes(optimizer, own_options, model)
+        return replace(plan, whole_groups=(is_whole,))
+    of_groups: list[bool] = []
+    for one in optimizers_of(optimizer):
+        of_groups += [_updates_tensors(one, one, {}, device, model)] * len(one.param_groups)
+    return replace(plan, whole_groups=tuple(of_groups))
+
+
+def _updates_tensors(
+    optimizer: Optimizer | type[Optimizer],
+    trial: Optimizer,
+    options: dict[str, Any],
+    device: torch.device,
+    model: nn.Module,
+) -> bool:
+    """Whether ``optimizer`` updates whole tensors. Raises ConfigError if it cannot be sharded; ``trial``: it, built."""
     if isinstance(trial, CPUOptimizer):
         _check_fits_host(trial, device, [p.dtype for p in model.parameters() if p.requires_grad])
-    else:
-        check_elementwise(optimizer, own_options, device)
-        check_states(trial, device)
-    return plan
+        return False
+    is_whole = updates_tensors(optimizer, options, device)
+    check_states(trial, device, is_whole=is_whole)
+    return is_whole
+
+
+def _check_takes(optimizer: type[Optimizer], options: dict[str, Any], model: nn.Module) -> None:
+    """Raise ConfigError if ``optimizer`` refuses a trainable parameter: Muon takes matrices only."""
+    for name, param in model.named_parameters():
+        if param.requires_grad:
+            try:
+                optimizer([torch.empty(param.shape, device="meta")], **options)
+            except (ValueError, TypeError, RuntimeError) as error:
+                raise ConfigError(
+                    f"{optimizer.__name__} refuses parameter {name!r} of shape {tuple(param.shape)}: {error}. Give it "
+                    "the parameters that it takes, and another optimizer the others: "
+                    "ZeroOptimizer(model, zero.split_for_muon(model, ...)) or a list of optimizers"
+                ) from error
+
+
+def described_placement(buckets: Sequence[Bucket]) -> tuple[str, ...]:
+    """What is done with whole tensors, for ``optimizer.effective``; empty without any."""
+    whole = [slot for bucket in buckets for slot in bucket.layout.slots if slot.is_whole]
+    if not whole:
+        return ()
+    dealt = [bucket.layout.sizes for bucket in buckets if bucket.layout.sizes is not None]
+    if not dealt:
+        return (f"{len(whole)} tensors are updated as a whole",)
+    of_ranks = [sum(sizes) for sizes in zip(*dealt, strict=True)]
+    share = max(of_ranks) * len(of_ranks) / sum(of_ranks)
+    return (
+        f"{len(whole)} tensors are updated as a whole, each by one rank, the fullest of which has {share:.2f} of the "
+        "mean; exchanges send what equal shards would send",
+    )
+
+
+def whole_parameters(groups: Groups, plan: ResolvedConfig) -> set[nn.Parameter]:
+    """The parameters that their optimizer updates as whole tensors."""
+    of_groups = zip(groups, plan.whole_groups, strict=True)
+    return {param for group, is_whole in of_groups if is_whole for param in group["params"] if param.requires_grad}
 
 
 def _check_fits_host(optimizer: CPUOptimizer, device: torch.device, dtypes: list[torch.dtype]) -> None:
@@ -127,8 +185,12 @@ def announce(plan: ResolvedConfig, runtime: Runtime) -> None:
         logger.info("%s", runtime.effective)
 
 
-def choose_formats(model: nn.Module, settings: ZeroSettings, topology: Topology) -> tuple[ZeroSettings, list[str]]:
+def choose_formats(
+    model: nn.Module, settings: ZeroSettings, topology: Topology, whole: Collection[nn.Parameter]
+) -> tuple[ZeroSettings, list[str]]:
     """``settings`` with formats in place of ``"auto"``, and what was chosen, in words. Collective if any is.
+
+    ``whole``: see :func:`zero._model.model_layout.plan_model`.
 
     Raises:
         ConfigError: The first rank's probe file is invalid; on every rank.
@@ -138,7 +200,7 @@ def choose_formats(model: nn.Module, settings: ZeroSettings, topology: Topology)
         return settings, []
     if not get_stage(settings.stage).shards_states:
         return plain, ["formats auto: none (stage 0 has no sharded exchange)"]
-    planned = on_every_rank(lambda: plan_model(model, plain, topology), topology)
+    planned = on_every_rank(lambda: plan_model(model, plain, topology, whole), topology)
     device, table, lines = check_model(model), table_of(topology), list[str]()
     buckets = [bucket for bucket in planned.buckets if bucket.dtype.is_floating_point]
     weights = max((min(b.layout.numel, settings.allgather_bucket_size) * b.dtype.itemsize for b in buckets), default=0)

@@ -24,6 +24,7 @@ released otherwise.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 
@@ -31,7 +32,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from zcomm import StateError, Topology, Work
+from zcomm import StateError, Work
 from zero._sharding.layout import BucketLayout, ShardPiece
 from zero._sharding.released import is_released, make_full, make_released, nan_filled, not_picklable
 from zero._sharding.stages import Stage
@@ -127,11 +128,20 @@ class Bucket:
     """Parameters of one unit with the same dtype and requires_grad, in one flat buffer."""
 
     def __init__(
-        self, index: int, name: str, layout: BucketLayout, params: list[nn.Parameter], *, is_persistent: bool = False
+        self,
+        index: int,
+        name: str,
+        layout: BucketLayout,
+        params: list[nn.Parameter],
+        *,
+        row: int = 0,
+        is_persistent: bool = False,
     ) -> None:
         self.index = index
         self.name = name
         self.layout = layout
+        self.row = row
+        """The number of this rank's shard."""
         self.params = params
         self.dtype = params[0].dtype
         self.device = params[0].device
@@ -182,6 +192,17 @@ class Bucket:
         return self.state is BucketState.FULL or self.state is BucketState.RESTING
 
     @property
+    def shard_numel(self) -> int:
+        """Elements of this rank's shard."""
+        start, stop = self.layout.shard_range(self.row)
+        return stop - start
+
+    def shard_of(self, full: Tensor) -> Tensor:
+        """This rank's shard of ``full``, which is flat."""
+        start, stop = self.layout.shard_range(self.row)
+        return full[start:stop]
+
+    @property
     def buffer(self) -> Tensor:
         """:attr:`full`, which must be there."""
         assert self.full is not None, f"bucket {self.name!r} has no buffer: it is {self.state.value}"
@@ -204,7 +225,6 @@ class Bucket:
         self,
         full: Tensor,
         stage: Stage,
-        topology: Topology,
         storage: ParameterStorage,
         *,
         keeps_exact_master: bool,
@@ -215,14 +235,11 @@ class Bucket:
         Args:
             full: The full bucket; kept below stage 3.
             stage: A row of the table.
-            topology: The ranks.
             storage: Where shards are stored.
             keeps_exact_master: Keep a master beside ``full``, whose values are quantized.
             keeps_exact_shard: Keep a trainable shard beside ``full``, which deltas are added to.
         """
-        row = topology.shard_index("local")
-        numel = self.layout.shard_numel
-        own = full[row * numel : (row + 1) * numel]
+        own = self.shard_of(full)
         if stage.shards_parameters:
             self.storage = storage.place(self.index, own, updates_on_host=self.states.is_on_host)
             self.shard = self.storage.shard
@@ -235,7 +252,7 @@ class Bucket:
         self.expose()
         if stage.shards_parameters and not self.is_persistent:
             self.release()
-        self.gaps = self.layout.gaps_of(row) if stage.shards_states else list(self.layout.gaps)
+        self.gaps = self.layout.gaps_of(self.row) if stage.shards_states else list(self.layout.gaps)
         initial = own if stage.shards_states else full
         dtype = master_dtype(self.dtype) if self.is_trainable else self.dtype
         is_own_master = not self.is_trainable or (self.storage.is_on_device and not self.states.is_on_host)
@@ -321,13 +338,14 @@ class Bucket:
         full, self.full = self.full, None
         return full
 
-    def master_pieces(self, stage: Stage, shard_index: int) -> list[tuple[ShardPiece, Tensor]]:
-        """The pieces that this rank updates, as views of the master without padding."""
-        pieces = self.layout.pieces(shard_index if stage.shards_states else None)
-        return [(piece, self.master[piece.start : piece.stop]) for piece in pieces]
+    def own_pieces(self, stage: Stage) -> Iterator[ShardPiece]:
+        """The pieces that this rank updates."""
+        return self.layout.pieces(self.row if stage.shards_states else None)
 
-    def own_rows(self, stage: Stage, shard_index: int) -> Tensor:
+    def master_pieces(self, stage: Stage) -> list[tuple[ShardPiece, Tensor]]:
+        """The pieces that this rank updates, as flat views of the master without padding."""
+        return [(piece, self.master[piece.start : piece.stop]) for piece in self.own_pieces(stage)]
+
+    def own_rows(self, stage: Stage) -> Tensor:
         """The part of the full bucket whose master this rank has."""
-        if not stage.shards_states:
-            return self.buffer
-        return self.buffer[shard_index * self.layout.shard_numel : (shard_index + 1) * self.layout.shard_numel]
+        return self.shard_of(self.buffer) if stage.shards_states else self.buffer

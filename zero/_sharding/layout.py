@@ -6,6 +6,12 @@ of ``align`` elements long, so a quantization block never straddles two paramete
     | weight ............. pad | bias ..... pad | pad to world_size * align |
     | shard 0        | shard 1        | shard 2        | shard 3            |
 
+For an optimizer that updates whole tensors, shards have sizes of their own, and every tensor is in one of them
+(:mod:`zero._sharding.placement`):
+
+    | weight ............. pad | bias ..... pad | pad |
+    | shard 0                  | shard 2        | pad |        shards 1 and 3 are empty
+
 Invariants:
     L1  A parameter's offset within its block grid depends on the parameter alone: its codes are the same at every
         stage, world size and bucket size.
@@ -19,6 +25,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from math import prod
 
 ALIGN = 256
@@ -51,6 +58,8 @@ class Slot:
     shape: tuple[int, ...]
     offset: int
     end: int
+    is_whole: bool = False
+    """Whether its optimizer updates it as a tensor of its shape, not as flat pieces."""
 
     @cached_property
     def numel(self) -> int:
@@ -78,23 +87,49 @@ class ShardPiece:
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """The slots of one bucket and its partition into ``world_size`` equal shards."""
+    """The slots of one bucket and its partition into ``world_size`` shards."""
 
     slots: tuple[Slot, ...]
     world_size: int
     align: int
+    sizes: tuple[int, ...] | None = None
+    """Elements of each shard; None: all have the same."""
 
     @classmethod
     def of(
-        cls, names: Sequence[str], shapes: Sequence[tuple[int, ...]], world_size: int, align: int = ALIGN
+        cls,
+        names: Sequence[str],
+        shapes: Sequence[tuple[int, ...]],
+        world_size: int,
+        align: int = ALIGN,
+        *,
+        whole: Sequence[bool] | None = None,
+        owners: Sequence[int] | None = None,
     ) -> BucketLayout:
-        """Place parameters one after the other, each on a multiple of ``align`` elements."""
+        """Place parameters one after the other, each on a multiple of ``align`` elements.
+
+        Args:
+            names: Of the parameters.
+            shapes: Their shapes.
+            world_size: The number of shards.
+            align: In elements.
+            whole: Which of them are updated as whole tensors; None: none is.
+            owners: The shard that each is in, in ascending order; None: shards are equal, and cut anywhere.
+        """
         slots, offset = [], 0
-        for name, shape in zip(names, shapes, strict=True):
+        for name, shape, is_whole in zip(names, shapes, whole or [False] * len(names), strict=True):
             end = offset + round_up(prod(shape), align)
-            slots.append(Slot(name, tuple(shape), offset, end))
+            slots.append(Slot(name, tuple(shape), offset, end, is_whole))
             offset = end
-        return cls(tuple(slots), world_size, align)
+        if owners is None:
+            return cls(tuple(slots), world_size, align)
+        assert list(owners) == sorted(owners), "parameters of one shard must be adjacent"
+        sizes = [0] * world_size
+        for slot, owner in zip(slots, owners, strict=True):
+            sizes[owner] += slot.end - slot.offset
+        # As many elements as equal shards would have together: the node's copies of a bucket are divided, too.
+        sizes[max(owners, default=0)] += round_up(offset, world_size * align) - offset
+        return cls(tuple(slots), world_size, align, tuple(sizes))
 
     @cached_property
     def _ends(self) -> list[int]:
@@ -106,14 +141,23 @@ class BucketLayout:
 
     @cached_property
     def shard_numel(self) -> int:
-        """Elements of every shard."""
-        used = self.slots[-1].end if self.slots else 0
-        return round_up(used, self.world_size * self.align) // self.world_size
+        """Elements of a shard; where shards differ, on average."""
+        return self.numel // self.world_size
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Elements of the full bucket, padding included."""
-        return self.shard_numel * self.world_size
+        used = self.slots[-1].end if self.slots else 0
+        return round_up(used, self.world_size * self.align)
+
+    @cached_property
+    def _bounds(self) -> tuple[int, ...]:
+        """Where shards start, and where the last one stops."""
+        return (0, *accumulate(self.sizes or [self.shard_numel] * self.world_size))
+
+    def shard_range(self, shard: int) -> tuple[int, int]:
+        """The elements of shard number ``shard`` in the bucket, ``(start, stop)``."""
+        return self._bounds[shard], self._bounds[shard + 1]
 
     @cached_property
     def gaps(self) -> tuple[tuple[int, int], ...]:
@@ -124,12 +168,12 @@ class BucketLayout:
 
     def gaps_of(self, shard: int) -> list[tuple[int, int]]:
         """The ranges of padding in shard number ``shard``, ``(start, stop)`` counted from its start."""
-        low, high = shard * self.shard_numel, (shard + 1) * self.shard_numel
+        low, high = self.shard_range(shard)
         return [(max(a, low) - low, min(b, high) - low) for a, b in self.gaps if a < high and b > low]
 
     def pieces(self, shard: int | None) -> Iterator[ShardPiece]:
         """The pieces of shard number ``shard``, in order; None: of the bucket as one shard."""
-        low, high = (0, self.numel) if shard is None else (shard * self.shard_numel, (shard + 1) * self.shard_numel)
+        low, high = (0, self.numel) if shard is None else self.shard_range(shard)
         for index, slot in enumerate(self.slots):
             start, stop = max(slot.offset, low), min(slot.offset + slot.numel, high)
             if start < stop:
@@ -139,8 +183,11 @@ class BucketLayout:
         """Column ranges of the shards such that one exchange carries at most ``max_numel`` elements of the bucket.
 
         The first exchange carries at most ``first_numel`` if that is less. Every exchange carries at least ``align``
-        elements of each shard, however small the limits are.
+        elements of each shard, however small the limits are. Shards of different sizes are exchanged at once: the range
+        is that of the largest.
         """
+        if self.sizes is not None:
+            return [(0, max(self.sizes))]
         width = self._width(max_numel)
         first = min(width, self._width(max_numel if first_numel is None else first_numel), self.shard_numel)
         starts = [0, *range(first, self.shard_numel, width)] if self.shard_numel else []

@@ -92,5 +92,5 @@ def _own_parts(runtime: Runtime, model: ModelParallel, bucket: Bucket) -> list[T
     if not runtime.stage.shards_states:
         assert grads.rows is not None, "stage 0 keeps this rank's rows of the gradient"
         own = grads.rows
-    pieces = bucket.layout.pieces(runtime.topology.shard_index("local"))
+    pieces = bucket.layout.pieces(bucket.row)
     return [own[piece.start : piece.stop] for piece in pieces if model.counts(bucket.params[piece.slot])]

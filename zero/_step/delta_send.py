@@ -6,9 +6,9 @@ Small buckets are updated together, in runs of at most RUN_NUMEL elements. A cha
                     |---- change 0 ---|---- change 1 ---|---- change 2 ...      waited for where a bucket is read
 
 It needs an optimizer that gives the same bits when it is stepped a few parameters at a time: zero's own, and those of
-torch.optim in BY_PARAMETER. With others all updates come first. So they do in files, where a step counts only after
-every rank has written everything. The order of exchanges is that of the buckets either way: it must be the same on all
-ranks, and a deadlock would follow otherwise.
+torch.optim in BY_PARAMETER and OF_TENSORS, also several of them. With others all updates come first. So they do in
+files, where a step counts only after every rank has written everything. The order of exchanges is that of the buckets
+either way: it must be the same on all ranks, and a deadlock would follow otherwise.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from zero._optim.cpu_optimizer_base import CPUOptimizer
-from zero._optim.elementwise_check import BY_PARAMETER
+from zero._optim.elementwise_check import BY_PARAMETER, OF_TENSORS
 from zero._optim.masters import MasterPiece, pieces_by_bucket
+from zero._optim.several import name_of, optimizers_of
 from zero._optim.step_pieces import numbers_of_groups, step_pieces
 from zero._runtime.runtime import Runtime
 from zero._sharding.bucket import Bucket
@@ -56,18 +57,18 @@ class BucketwiseUpdate:
     def _described(self) -> str:
         if len(self._in_files) == len(self._pieces):
             return "changes are sent after all updates, which are in files"
-        if isinstance(self._inner, CPUOptimizer) or type(self._inner) in BY_PARAMETER:
+        if all(_updates_by_parameter(one) for one in optimizers_of(self._inner)):
             return "the change of a bucket is sent while the next is updated"
-        name = type(self._inner).__name__
+        name = name_of(self._inner)
         return f"changes are sent after all updates ({name} is not known to update each parameter by itself)"
 
     @property
     def are_sent_early(self) -> bool:
         """Whether :meth:`update` sends the changes; False: the write-back sends them after all updates."""
-        inner = self._inner
         if not self._runtime.gatherer.replicas or len(self._in_files) == len(self._pieces):
             return False
-        return isinstance(inner, CPUOptimizer) or (type(inner) in BY_PARAMETER and not _is_watched(inner))
+        several = [self._inner, *optimizers_of(self._inner)]
+        return all(_updates_by_parameter(one) for one in several[1:]) and not any(_is_watched(one) for one in several)
 
     @torch.no_grad()
     def update(self, factor: float, changed: Collection[int]) -> None:
@@ -111,8 +112,15 @@ def _runs_of(buckets: Sequence[Bucket]) -> list[list[Bucket]]:
     return [[buckets[index] for index in run] for run in group_consecutive(numels, RUN_NUMEL)]
 
 
+def _updates_by_parameter(inner: Optimizer) -> bool:
+    """Whether what a step of ``inner`` does to a parameter depends on that parameter alone."""
+    return isinstance(inner, CPUOptimizer) or type(inner) in BY_PARAMETER | OF_TENSORS
+
+
 def _is_watched(inner: Optimizer) -> bool:
     """Whether hooks run in each step of ``inner`` and would see several. A scheduler's wrapper only notes the call."""
+    if isinstance(inner, CPUOptimizer):
+        return False
     of_all = _global_optimizer_pre_hooks, _global_optimizer_post_hooks
     own = inner._optimizer_step_pre_hooks, inner._optimizer_step_post_hooks
     is_replaced = "step" in vars(inner) and not getattr(inner.step, "_wrapped_by_lr_sched", False)

@@ -166,7 +166,7 @@ class FinalGradients(GradientConsumer):
                 result = self.runtime.reducer.results(self.runtime.reducer.by_bucket[piece.bucket.index])
                 assert result is not None, "a gradient without a result"
                 wide = widened.setdefault(id(result), result.to(piece.master.dtype))
-                piece.master.grad = wide[piece.start : piece.start + piece.master.numel()]
+                piece.master.grad = piece.of(wide)
 
     def clear(self) -> None:
         """Drop the gradients: the step is over. Also checks its messages' flags for errors."""
@@ -201,7 +201,7 @@ class FinalGradients(GradientConsumer):
                     results[number] = reducer.results(grads)
                 result = results[number]
                 assert result is not None, "a used parameter without a gradient"
-                piece.master.grad = result[piece.start : piece.start + piece.master.numel()]
+                piece.master.grad = piece.of(result)
 
     def _check_all_used(self) -> None:
         if self.runtime.settings.ignore_unused_parameters:

@@ -10,6 +10,8 @@ A placeholder is a tensor of NaN without memory of its own; reading it never cra
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -22,12 +24,12 @@ def poison(buffer: Tensor) -> None:
         buffer.fill_(255 if buffer.dtype == torch.uint8 else float("nan"))
 
 
-def placeholder(numel: int, dtype: torch.dtype) -> Tensor:
-    """A flat tensor of NaN whose elements all share one element of memory."""
+def placeholder(shape: int | Sequence[int], dtype: torch.dtype) -> Tensor:
+    """A tensor of NaN whose elements all share one element of memory."""
     has_nan = dtype.is_floating_point or dtype.is_complex
-    return torch.full((), float("nan") if has_nan else 1, dtype=dtype).expand(numel)
+    return torch.full((), float("nan") if has_nan else 1, dtype=dtype).expand(shape)
 
 
 def is_placeholder(tensor: Tensor) -> bool:
     """Whether ``tensor`` is a placeholder for values in a file."""
-    return tensor.stride() == (0,)
+    return tensor.ndim > 0 and not any(tensor.stride())

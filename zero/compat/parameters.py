@@ -91,8 +91,7 @@ def _status(param: nn.Parameter) -> ZeroParamStatus:
 def _own_values(param: nn.Parameter) -> Tensor:
     """This rank's part, flat and in the parameter's dtype; its ``ds_numel`` is its number of elements."""
     info = _info(param)
-    owner: Any = info.owner
-    pieces = info.bucket.layout.pieces(owner.topology.shard_index("local"))
+    pieces = info.bucket.layout.pieces(info.bucket.row)
     own = next((piece for piece in pieces if piece.slot == info.slot), None)
     values = info.bucket.storage.read()
     values = values[own.start : own.stop] if own is not None else values[:0]

@@ -1,0 +1,276 @@
+"""Optimizers of whole tensors (Muon, LAMB, Adafactor) under every stage, beside one process: float64, 1e-10."""
+
+# covers zero/_optim/several.py zero/_optim/muon.py zero/_optim/lamb.py
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, AdamW, Muon
+
+import zcomm
+import zero
+from tests.covering import covering_set
+from tests.ranks import run_ranks, topology
+from tests.zero.models import as_vector, batch, loss_of, new_model
+from tests.zero.training import full_values, train, zero_optimizer
+from tests.zero.whole_optimizers import BUILDERS, WideMuon, matrices_and_others, train_plainly
+from zcomm import ConfigError
+from zero import Init, load_checkpoint, save_checkpoint
+
+STEPS = 4
+FACTORS: dict[str, list[Any]] = {
+    "stage": [0, 1, 2, 3],
+    "optimizer": list(BUILDERS),
+    "num_micro": [1, 4],
+    "is_built": [False, True],
+    "offload": ["none", "cpu", "params", "nvme"],
+    "small_buckets": [False, True],
+    "has_frozen": [False, True],
+}
+"""``is_built``: by zero.Init. ``offload``: states, or states and parameters, in host memory; or states in files."""
+
+
+def _options(case: dict[str, Any], folder: str) -> dict[str, Any]:
+    options: dict[str, Any] = {"stage": case["stage"], "gradient_accumulation_steps": case["num_micro"]}
+    if case["stage"] and case["offload"] != "none":
+        in_files = case["offload"] == "nvme"
+        options["offload_optimizer"] = {"device": "nvme", "nvme_path": folder} if in_files else {"device": "cpu"}
+        options |= {"sub_group_size": 2000} if in_files and case["small_buckets"] else {}
+    if case["stage"] == 3:
+        options["stage3_param_persistence_threshold"] = 100 if case["small_buckets"] else 0
+        if case["offload"] == "params":
+            options["offload_param"] = {"device": "cpu"}
+    elif case["small_buckets"]:
+        options |= {"reduce_bucket_size": 2000, "allgather_bucket_size": 2000}
+    return options
+
+
+def _check_cases(rank: int, cases: list[dict[str, Any]], per_node: int, folder: str) -> None:
+    world_size = torch.distributed.get_world_size()
+    for case in cases:
+        expected = new_model(torch.float64, has_frozen=case["has_frozen"])
+        build = BUILDERS[case["optimizer"]]
+        train_plainly(expected, build(expected), world_size=world_size, steps=range(STEPS), num_micro=case["num_micro"])
+        with Init() if case["is_built"] else nullcontext():
+            model = new_model(torch.float64, has_frozen=case["has_frozen"])
+        with zero_optimizer(model, build(model), ranks_per_node=per_node, **_options(case, folder)) as optimizer:
+            train(model, optimizer, rank, steps=STEPS, num_micro=case["num_micro"])
+            got = as_vector(full_values(model).values())
+        error = (got - as_vector(dict(expected.named_parameters()).values())).abs().max().item()
+        assert error < 1e-10, f"{case}: {error}"
+        digests = zcomm.control.gather_float64(got, topology(per_node))
+        assert (digests == digests[0]).all(), f"{case}: ranks differ"
+
+
+@pytest.mark.parametrize(("world_size", "per_node"), [(1, 1), (2, 1), (3, 3), (4, 2)])
+def test_as_one_process(world_size: int, per_node: int, tmp_path: Path) -> None:
+    cases = covering_set(FACTORS, 2)
+    own = cases if world_size == 4 else cases[world_size - 1 :: 3]
+    run_ranks(world_size, _check_cases, own, per_node, str(tmp_path))
+
+
+def _check_moves(rank: int, name: str, folder: str) -> None:
+    world_size, build = torch.distributed.get_world_size(), BUILDERS[name]
+    expected = new_model(torch.float64)
+    train_plainly(expected, build(expected), world_size=world_size, steps=range(6))
+    for before, after in ((0, 3), (3, 1), (1, 2), (2, 0), (3, 3)):
+        model = new_model(torch.float64)
+        with zero_optimizer(model, build(model), ranks_per_node=2, stage=before) as optimizer:
+            train(model, optimizer, rank, steps=3)
+            save_checkpoint(optimizer, folder, f"{before}{after}")
+        model = new_model(torch.float64, seed=1)
+        with zero_optimizer(model, build(model), ranks_per_node=1 if after == 2 else 4, stage=after) as optimizer:
+            load_checkpoint(optimizer, folder, f"{before}{after}")
+            for step in range(3, 6):
+                loss_of(model, *batch(step, 0, rank)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            got = as_vector(full_values(model).values())
+        assert (got - as_vector(dict(expected.named_parameters()).values())).abs().max() < 1e-10, (before, after)
+
+
+@pytest.mark.parametrize("name", ["muon", "adafactor"])
+def test_checkpoints_move_between_stages(name: str, tmp_path: Path) -> None:
+    run_ranks(4, _check_moves, name, str(tmp_path))
+
+
+def _check_torchs_muon(rank: int) -> None:
+    """torch's Muon, in bf16: fed the gradients that the ranks reduced, one process gives the same parameters."""
+    world_size = torch.distributed.get_world_size()
+    plain, model = new_model(), new_model()
+
+    def build(of: nn.Module) -> list[torch.optim.Optimizer]:
+        matrices, others = matrices_and_others(of)
+        return [Muon(matrices, lr=0.02), AdamW(others, lr=3e-3)]
+
+    optimizers = build(plain)
+    with zero_optimizer(model, build(model), ranks_per_node=2, stage=2) as optimizer:
+        for step in range(20):
+            loss_of(model, *batch(step, 0, rank)).backward()
+            for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+                theirs.grad = zero.utils.safe_get_full_grad(ours)
+            optimizer.step()
+            optimizer.zero_grad()
+            for one in optimizers:
+                one.step()
+            off = (as_vector(full_values(model).values()) - as_vector(plain.parameters())).abs().max().item()
+            assert off < 1e-6, (step, off)
+    assert world_size == 4
+
+
+def test_torchs_muon_on_the_gradients_of_the_ranks() -> None:
+    run_ranks(4, _check_torchs_muon)
+
+
+def _muon_and_adam(model: nn.Module) -> list[torch.optim.Optimizer]:
+    params = list(model.parameters())
+    return [WideMuon([p for p in params if p.ndim == 2]), AdamW([p for p in params if p.ndim != 2])]
+
+
+def _check_traffic(rank: int, stage: int) -> None:
+    """Muon sends what AdamW sends, but for padding."""
+    sent = []
+    for build in (lambda m: AdamW(m.parameters(), lr=1e-3), _muon_and_adam):
+        torch.manual_seed(0)
+        model = nn.Sequential(*[nn.Sequential(nn.Linear(96, 384), nn.GELU(), nn.Linear(384, 96)) for _ in range(4)])
+        with zero_optimizer(model, build(model), ranks_per_node=2, stage=stage) as optimizer:
+            with zcomm.traffic() as counts:
+                for step in range(2):
+                    x = torch.randn(4, 96, generator=torch.Generator().manual_seed(step + 10 * rank))
+                    model(x).square().mean().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+            own = torch.tensor([float(counts.bytes(link="inter"))], dtype=torch.float64)
+            sent.append(float(zcomm.control.gather_float64(own, topology(2)).sum()))
+    assert sent[1] <= 1.02 * sent[0], sent
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_between_nodes_it_sends_what_adamw_sends(stage: int) -> None:
+    run_ranks(4, _check_traffic, stage)
+
+
+class Liar(AdamW):
+    """Says that it updates elements, and scales by the norm of the tensor."""
+
+    zero_updates = "elements"
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # noqa: ARG002
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.sub_(param.grad / (1 + param.norm()), alpha=0.1)
+
+
+def _check_refused(rank: int) -> None:
+    model = new_model()
+    matrices, others = matrices_and_others(model)
+    with pytest.raises(ConfigError, match=r"is in two optimizers, Muon and AdamW"):
+        zero.ZeroOptimizer(model, [Muon(matrices), AdamW([*others, matrices[0]])], stage=1)
+    with pytest.raises(ConfigError, match=r"must be in a parameter group: \d+ are in none"):
+        zero.ZeroOptimizer(model, [Muon(matrices), AdamW(others[1:])], stage=1)
+    with pytest.raises(ConfigError, match=r"Muon refuses parameter 'position'|Muon refuses parameter '.*' of shape"):
+        zero.ZeroOptimizer(model, Muon, stage=1, lr=0.1)
+    with pytest.raises(ConfigError, match=r"^Liar is not elementwise"):
+        zero.ZeroOptimizer(model, Liar(model.parameters()), stage=1)
+    with pytest.raises(ConfigError, match=r"given as a list of instances"):
+        zero.ZeroOptimizer(model, [Muon, AdamW], stage=1)
+    with pytest.raises(ConfigError, match=r"zero_updates must be 'elements' or 'tensors'"):
+        zero.ZeroOptimizer(model, type("Odd", (SGD,), {"zero_updates": "rows"})(model.parameters(), lr=0.1), stage=1)
+
+
+def test_wrong_arguments() -> None:
+    run_ranks(2, _check_refused)
+
+
+class Everything(SGD):
+    """A step of all tensors by their common norm."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # noqa: ARG002
+        params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = sum(p.grad.square().sum() for p in params) ** 0.5
+        for param in params:
+            param.sub_(param.grad / (1 + norm), alpha=0.1)
+
+
+def test_what_couples_tensors_is_refused() -> None:
+    model = nn.Linear(3, 4)
+    with pytest.raises(ConfigError, match=r"Everything .*As an optimizer of whole tensors it couples tensors"):
+        zero.ZeroOptimizer(model, Everything(model.parameters(), lr=0.1), stage=1)
+
+
+@pytest.mark.parametrize("cls", [WideMuon, torch.optim.Adafactor, Muon, zero.Lamb])
+def test_known_classes_pass_their_trial(cls: type[torch.optim.Optimizer], monkeypatch: pytest.MonkeyPatch) -> None:
+    from zero._optim import elementwise_check
+
+    monkeypatch.setattr(elementwise_check, "OF_TENSORS", frozenset())
+    assert elementwise_check.updates_tensors(cls, {"lr": 0.1}, torch.device("cpu"))
+
+
+def test_groups_and_schedules_of_several() -> None:
+    model = new_model()
+    matrices, others = matrices_and_others(model)
+    muon, adam = Muon(matrices, lr=0.02), AdamW(others, lr=3e-3)
+    optimizer = zero.ZeroOptimizer(model, [muon, adam], stage=3)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda n: 0.5**n, lambda n: 1 + n])
+    loss_of(model, *batch(0, 0, 0)).backward()
+    optimizer.step()
+    schedule.step()
+    assert [group["lr"] for group in optimizer.param_groups] == [0.01, 0.006]
+    assert muon.param_groups[0]["lr"] == 0.01
+    assert adam.param_groups[0]["lr"] == 0.006
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.param_groups[0]["lr"] = 0.5
+    assert muon.param_groups[0]["lr"] == 0.5
+    optimizer.close()
+
+
+def test_split_for_muon(caplog: pytest.LogCaptureFixture) -> None:
+    model = new_model(is_tied=False, has_frozen=True)
+    model.blocks[0].mlp[0].weight.use_muon = False
+    caplog.set_level("INFO", logger="zero")
+    split = zero.split_for_muon(model)
+    names = {param: name for name, param in model.named_parameters()}
+    assert [names[p] for p in split.matrices] == [
+        *("position", "blocks.0.mlp.2.weight", "blocks.2.mlp.0.weight", "blocks.2.mlp.2.weight", "shared.weight")
+    ]
+    assert {names[p] for p in split.others} | {names[p] for p in split.matrices} == {
+        name for name, param in model.named_parameters() if param.requires_grad
+    }
+    assert split.roles["wte.weight"] == "embedding"
+    assert split.roles["head.weight"] == "output layer"
+    assert split.roles["blocks.0.mlp.0.weight"] == "use_muon is False"
+    assert "Muon  hidden matrix" in caplog.text
+
+
+def test_json() -> None:
+    config = {
+        "train_batch_size": 2,
+        "optimizer": {
+            "type": "Muon",
+            "params": {"lr": 0.01, "muon_lr": 0.02, "momentum": 0.9, "ns_method": "gram", "betas": [0.8, 0.9]},
+        },
+        "zero_optimization": {"stage": 2},
+    }
+    engine, optimizer, _, _ = zero.initialize(model=new_model(), config=config)
+    muon, adam = optimizer.param_groups
+    assert (muon["lr"], muon["momentum"], muon["weight_decay"]) == (0.02, 0.9, 0.0)
+    assert (adam["lr"], tuple(adam["betas"]), adam["eps"]) == (0.01, (0.8, 0.9), 1e-10)
+    loss = loss_of(engine, *batch(0, 0, 0))
+    engine.backward(loss)
+    engine.step()
+    engine.destroy()
+    config["optimizer"]["params"] = {"ns_method": "cubic"}
+    with pytest.raises(ConfigError, match="ns_method must be one of"):
+        zero.initialize(model=new_model(), config=config)
+    config["optimizer"]["params"] = {"beta": 1}
+    with pytest.raises(ConfigError, match=r"Muon has no \['beta'\]"):
+        zero.initialize(model=new_model(), config=config)

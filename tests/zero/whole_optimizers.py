@@ -1,0 +1,82 @@
+"""Optimizers that update whole tensors, in float64 throughout: Muon by Newton-Schulz, and torch's Adafactor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+
+from tests.zero.models import batch, loss_of
+from zero import Lamb
+
+__all__ = ["BUILDERS", "WideMuon", "matrices_and_others", "train_plainly"]
+
+
+class WideMuon(torch.optim.Muon):
+    """torch's Muon, with the iteration in the dtype of the matrix instead of bfloat16, written out."""
+
+    zero_updates = "tensors"
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # noqa: ARG002
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    buffer = self.state[param].setdefault("momentum_buffer", torch.zeros_like(param.grad))
+                    buffer.lerp_(param.grad, 1 - group["momentum"])
+                    update = orthogonal(torch.lerp(param.grad, buffer, group["momentum"]))
+                    param.mul_(1 - group["lr"] * group["weight_decay"])
+                    rows, columns = param.shape
+                    param.add_(update, alpha=-group["lr"] * max(1, rows / columns) ** 0.5)
+
+
+def orthogonal(matrix: Tensor) -> Tensor:
+    """Five steps of the quintic iteration of Newton and Schulz, the formula of the paper."""
+    x = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
+    x = x / x.norm().clamp(min=1e-7)
+    for _ in range(5):
+        square = x @ x.T
+        x = 3.4445 * x - 4.7750 * square @ x + 2.0315 * square @ square @ x
+    return x.T if matrix.shape[0] > matrix.shape[1] else x
+
+
+def matrices_and_others(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Matrices within blocks, and everything else that is trained, found by name."""
+    matrices, others = [], []
+    for name, param in model.named_parameters():
+        if param.requires_grad:
+            is_hidden = param.ndim == 2 and ("block" in name or "shared" in name)
+            (matrices if is_hidden else others).append(param)
+    return matrices, others
+
+
+def _muon(model: nn.Module) -> list[Optimizer]:
+    matrices, others = matrices_and_others(model)
+    return [WideMuon(matrices, lr=0.02, weight_decay=0.1), AdamW(others, lr=3e-3)]
+
+
+def _trained(model: nn.Module) -> list[nn.Parameter]:
+    return [param for param in model.parameters() if param.requires_grad]
+
+
+BUILDERS: dict[str, Callable[[nn.Module], list[Optimizer]]] = {
+    "muon": _muon,
+    "lamb": lambda model: [Lamb(_trained(model), lr=0.01, weight_decay=0.1)],
+    "adafactor": lambda model: [torch.optim.Adafactor(_trained(model), lr=0.01, foreach=False)],
+}
+
+
+def train_plainly(
+    model: nn.Module, optimizers: Sequence[Optimizer], *, world_size: int, steps: range, num_micro: int = 1
+) -> None:
+    """The oracle: one process, with the batches of all ranks."""
+    for step in steps:
+        for micro in range(num_micro):
+            for rank in range(world_size):
+                (loss_of(model, *batch(step, micro, rank)) / num_micro / world_size).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()

@@ -1,0 +1,136 @@
+"""Muon for the hidden matrices of a model, and AdamW for its other parameters.
+
+Muon replaces the momentum of a matrix by the nearest orthogonal one, so it is for matrices that map hidden states to
+hidden states. Source: K. Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+
+from zcomm import ConfigError
+from zero._config import NotAvailableError
+from zero._config.optimizer_options import OPTIMIZER_OPTIONS
+from zero._config.parse import read_options
+from zero._optim.several import as_one
+
+logger = logging.getLogger("zero")
+
+HEADS = ("lm_head", "head", "score", "classifier", "embed_out", "output_projection")
+"""The last parts of names that output layers have."""
+OF_MUON: dict[str, Any] = {"lr": 0.02, "momentum": 0.95, "weight_decay": 0.0, "nesterov": True, "ns_steps": 5}
+OF_ADAM: dict[str, Any] = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-10, "weight_decay": 0.0}
+"""The options of the two in ``optimizer.params``, with DeepSpeed's defaults."""
+NS_METHODS = ("gram", "standard")
+"""DeepSpeed's names of two ways to compute the same polynomial; here it is computed as torch.optim.Muon does."""
+
+
+class MuonSplit(NamedTuple):
+    """The trainable parameters of a model, by the optimizer that they are for. ``print`` shows them by role."""
+
+    matrices: list[nn.Parameter]
+    """Hidden matrices, for Muon."""
+    others: list[nn.Parameter]
+    """Embeddings, output layers, norms, biases, and tensors of other than two dimensions, for AdamW."""
+    roles: dict[str, str]
+    """The role of each, by its name."""
+
+    def __str__(self) -> str:
+        lines = []
+        for role in dict.fromkeys(self.roles.values()):
+            names = [name for name, own in self.roles.items() if own == role]
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            lines.append(f"{'Muon' if role == MATRIX else 'AdamW':<6}{role:<22}{', '.join(names[:3])}{more}")
+        return "\n".join(lines)
+
+
+MATRIX = "hidden matrix"
+
+
+def split_for_muon(model: nn.Module) -> MuonSplit:
+    """Divide the trainable parameters of ``model`` into those for Muon and the others, and log what was done.
+
+    By role: weights of embeddings, output layers (by their name, or because they have as many rows as an embedding or
+    are its weight), vectors, and tensors of more than two dimensions are others. ``param.use_muon``, if it is set,
+    decides instead.
+
+    ::
+
+        matrices, others, _ = zero.split_for_muon(model)
+        optimizer = zero.ZeroOptimizer(model, [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=3e-4)])
+    """
+    modules = dict(model.named_modules())
+    embeddings = [m.weight for m in modules.values() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]
+    num_rows = {weight.shape[0] for weight in embeddings}
+    roles: dict[str, str] = {}
+    found = MuonSplit([], [], roles)
+    for name, param in model.named_parameters():
+        if param.requires_grad:
+            owner = name.rpartition(".")[0]
+            roles[name] = _role(owner, modules.get(owner), param, set(embeddings), num_rows)
+            (found.matrices if roles[name] == MATRIX else found.others).append(param)
+    logger.info("%s", found)
+    return found
+
+
+def _role(
+    owner: str, module: nn.Module | None, param: nn.Parameter, embeddings: Collection[Tensor], rows: set[int]
+) -> str:
+    shape = param.shape
+    if (chosen := getattr(param, "use_muon", None)) is not None:
+        return MATRIX if chosen else "use_muon is False"
+    if param in embeddings:
+        return "embedding"
+    if len(shape) != 2:
+        return "vector" if len(shape) < 2 else f"{len(shape)} dimensions"
+    if owner.rpartition(".")[2].lower() in HEADS or (isinstance(module, nn.Linear) and shape[0] in rows):
+        return "output layer"
+    return MATRIX
+
+
+def build_muon(params: Mapping[str, Any], parameters: Any, matrices: Iterable[nn.Parameter]) -> Optimizer:
+    """Muon over those of ``parameters`` that are ``matrices``, and AdamW over the others, as DeepSpeed's ``"Muon"``.
+
+    Args:
+        params: ``lr``, ``muon_lr``, ``adam_lr``, ``momentum``, ``weight_decay``, ``ns_method``, ``betas``, ``eps``, ...
+        parameters: Parameters, or groups, whose own options win.
+        matrices: What Muon gets.
+
+    Raises:
+        ConfigError: An unknown option or value.
+        NotAvailableError: torch has no Muon.
+    """
+    if (cls := getattr(torch.optim, "Muon", None)) is None:
+        raise NotAvailableError("not available in this version: optimizer.type='Muon' needs torch 2.9 or later")
+    given, for_muon = read_options(OPTIMIZER_OPTIONS, dict(params)), set(matrices)
+    if (method := given.pop("ns_method", "standard")) not in NS_METHODS:
+        raise ConfigError(f"optimizer.params.ns_method must be one of {NS_METHODS}: got {method!r}")
+    own_lr = {"muon": given.pop("muon_lr", None), "adam": given.pop("adam_lr", None)}
+    if unknown := sorted(given.keys() - OF_MUON.keys() - OF_ADAM.keys()):
+        known = sorted({*OF_MUON, *OF_ADAM, "muon_lr", "adam_lr", "ns_method"})
+        raise ConfigError(f"optimizer.params of Muon has no {unknown}: it has {known}")
+    halves: dict[str, list[dict[str, Any]]] = {"muon": [], "adam": []}
+    for group in _groups(parameters):
+        for kind, defaults in (("muon", OF_MUON), ("adam", OF_ADAM)):
+            own = [p for p in group["params"] if p.requires_grad and (p in for_muon) is (kind == "muon")]
+            options = {**defaults, **{key: given[key] for key in defaults if key in given}}
+            options |= {"lr": own_lr[kind]} if own_lr[kind] is not None else {}
+            options |= {key: value for key, value in group.items() if key in defaults}
+            if own:
+                halves[kind].append({**options, "params": own})
+    made = [make(halves[kind]) for kind, make in (("muon", cls), ("adam", AdamW)) if halves[kind]]
+    optimizer: Optimizer = as_one(made)
+    return optimizer
+
+
+def _groups(parameters: Iterable[Any]) -> list[dict[str, Any]]:
+    items = list(parameters)
+    loose = [item for item in items if not isinstance(item, dict)]
+    groups = [{**item, "params": list(item["params"])} for item in items if isinstance(item, dict)]
+    return groups + ([{"params": loose}] if loose else [])
