@@ -44,7 +44,6 @@ from zero._optim.cpu_optimizer_base import CPUOptimizer
 from zero._optim.host_adam import build_updater
 from zero._optim.loss_scale import LossScale, loss_scale_of, not_scaled
 from zero._optim.masters import GivenOptimizer, as_groups, build_pieces
-from zero._optim.several import as_one
 from zero._ranks.collective_calls import calling_over, collective_methods
 from zero._ranks.distributed import DataParallel, data_parallel
 from zero._ranks.model_parallel import ModelParallel
@@ -111,13 +110,12 @@ class ZeroOptimizer(Optimizer):
         group: dist.ProcessGroup | DeviceMesh | DataParallel | Any = None,
         **options: Any,
     ) -> None:
-        inner: GivenOptimizer = as_one(optimizer)
         if group is not None and not isinstance(group, DataParallel):
             group = data_parallel(group)
         self._model_parallel, group = (ModelParallel(), None) if group is None else (group.model_parallel, group.group)
         # On every rank, before the model is changed and before process groups are made: a rank that raises alone would
         # leave the others in a collective (a deadlock).
-        plan = check_inputs(model, inner, config, options, topology or group)
+        plan, inner = check_inputs(model, optimizer, config, options, topology or group)
         self._owns_topology = topology is None
         topology = choose_topology(topology, ranks_per_node, group, plan)
         try:

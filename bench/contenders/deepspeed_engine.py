@@ -43,6 +43,7 @@ def build(
     optimizer = None
     if has_muon:
         params = {"muon_lr": LEARNING_RATE, "adam_lr": setup.learning_rate, "weight_decay": WEIGHT_DECAY}
+        config["zero_optimization"]["reduce_scatter"] = stage != 3  # refused there with Muon
         config["optimizer"] = {"type": "Muon", "params": params | {"ns_method": "standard", "torch_adam": True}}
     else:
         optimizer = AdamW(setup.model.parameters(), lr=setup.learning_rate, fused=True)

@@ -16,6 +16,7 @@ from torch import Tensor
 from tests.recorded_streams import DEVICE, Event, OnDevice, Recorded
 from zero._activations.memory_storage import Copies
 from zero._gather import gather_sources
+from zero._sharding.layout import BucketLayout
 from zero._storage.file_shard import FileShard
 from zero._storage.file_store import FileStore
 from zero._storage.host_memory import CopyStream, HostMemory
@@ -110,9 +111,10 @@ def test_computation_waits_for_an_exchange_that_nobody_waits_for(
     storage = HostShard(torch.zeros(4), CopyStream(DEVICE))
     work = object() if is_async else None
     monkeypatch.setattr(gather_sources, "_gather_columns", lambda *_: work)
-    options = SimpleNamespace(columns=lambda _: [(0, 4)], is_async=is_async, format="none",
-                              topology=SimpleNamespace(world_size=1, shard_index=lambda _: 0))  # fmt: skip
-    primary: Any = gather_sources.Primary(SimpleNamespace(layout=None, storage=storage), options)  # type: ignore[arg-type]
+    options = SimpleNamespace(columns=lambda _: [(0, 4)], is_async=is_async, format="none")
+    layout = BucketLayout.of(["weight"], [(4,)], 1, align=1)
+    bucket = SimpleNamespace(layout=layout, storage=storage, shard_of=lambda full: full)
+    primary: Any = gather_sources.Primary(bucket, options)  # type: ignore[arg-type]
     assert primary.start(0, _target(recorded)) is work
     joined = [] if is_async else ["main after side1"]
     assert recorded.log == ["side1 after main", "copy on side1", "event on side1", *joined]

@@ -36,24 +36,15 @@ class SignMomentum(torch.optim.Optimizer):
                 param.add_(momentum.sign(), alpha=-group["lr"])
 
 
-class Lamb(torch.optim.SGD):
-    """Not elementwise: scales the update by the norm of the whole tensor."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # noqa: ARG002
-        for param in self.param_groups[0]["params"]:
-            if param.grad is not None:
-                param.sub_(param.grad * (param.norm() / param.grad.norm()))
-
-
-class Centralizing(torch.optim.SGD):
-    """Not elementwise for matrices: subtracts the mean of each column from the gradient first."""
+class ByCommonNorm(torch.optim.SGD):
+    """Couples tensors: divides all gradients by their common norm."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        for param in self.param_groups[0]["params"]:
-            if param.ndim > 1 and param.grad is not None:
-                param.grad -= param.grad.mean(0)
+        grads = [p.grad for p in self.param_groups[0]["params"] if p.grad is not None]
+        norm = sum(grad.square().sum() for grad in grads) ** 0.5
+        for grad in grads:
+            grad.div_(norm)
         super().step(closure)
 
 
@@ -275,9 +266,7 @@ def test_bad_configuration_is_refused() -> None:
         TopologyError, "hpz_partition_size=3", lambda: ZeroOptimizer(new_model(), adamw, stage=3, hpz_partition_size=3)
     )
     _refused(ConfigError, "LBFGS cannot update flat shards", lambda: ZeroOptimizer(new_model(), torch.optim.LBFGS))
-    _refused(ConfigError, "Lamb is not elementwise", lambda: ZeroOptimizer(new_model(), Lamb, lr=0.1))
-    _refused(ConfigError, "vector and as a matrix", lambda: ZeroOptimizer(new_model(), Centralizing, lr=0.1))
-    _refused(ConfigError, "Adafactor is not elementwise", lambda: ZeroOptimizer(new_model(), torch.optim.Adafactor))
+    _refused(ConfigError, "ByCommonNorm is not elementwise", lambda: ZeroOptimizer(new_model(), ByCommonNorm, lr=0.1))
     frozen = new_model().requires_grad_(False)
     _refused(ConfigError, "none of them trainable", lambda: ZeroOptimizer(frozen, adamw))
     _refused(ConfigError, "ReLU has 0 parameters", lambda: ZeroOptimizer(nn.ReLU(), adamw(new_model().parameters())))

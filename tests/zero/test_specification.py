@@ -313,13 +313,13 @@ def test_a_scheduler_of_the_given_adam_goes_on() -> None:
 
 
 class Coupled(torch.optim.SGD):
-    """The update of an element depends on all of its tensor."""
+    """The update of an element depends on all gradients."""
 
     def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    param.grad /= param.grad.norm()
+        grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = sum(grad.norm() for grad in grads)
+        for grad in grads:
+            grad.div_(norm)
         return super().step(closure)
 
 

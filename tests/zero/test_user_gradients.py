@@ -423,7 +423,7 @@ def _check_cleared_sum(rank: int) -> None:
         for _ in range(2):
             for slot, param in enumerate(grads.bucket.params):
                 grads.put(slot, torch.ones_like(param), full)
-        grads.drop(0, row=0)
+        grads.drop(0)
         grads.complete(full)
         expected = torch.zeros_like(full)
         bias = grads.bucket.layout.slots[1].offset

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.optim import SGD, AdamW, Muon
 
 import zcomm
@@ -20,7 +21,7 @@ from tests.ranks import run_ranks, topology
 from tests.zero.models import as_vector, batch, loss_of, new_model
 from tests.zero.training import full_values, train, zero_optimizer
 from tests.zero.whole_optimizers import BUILDERS, WideMuon, matrices_and_others, train_plainly
-from zcomm import ConfigError
+from zcomm import ConfigError, StateError
 from zero import Init, load_checkpoint, save_checkpoint
 
 STEPS = 4
@@ -29,23 +30,25 @@ FACTORS: dict[str, list[Any]] = {
     "optimizer": list(BUILDERS),
     "num_micro": [1, 4],
     "is_built": [False, True],
-    "offload": ["none", "cpu", "params", "nvme"],
+    "offload": ["none", "cpu", "params", "nvme", "all nvme"],
     "small_buckets": [False, True],
     "has_frozen": [False, True],
 }
-"""``is_built``: by zero.Init. ``offload``: states, or states and parameters, in host memory; or states in files."""
+"""``is_built``: by zero.Init. ``offload``: states, or states and parameters, in host memory or files."""
 
 
 def _options(case: dict[str, Any], folder: str) -> dict[str, Any]:
     options: dict[str, Any] = {"stage": case["stage"], "gradient_accumulation_steps": case["num_micro"]}
     if case["stage"] and case["offload"] != "none":
-        in_files = case["offload"] == "nvme"
+        in_files = "nvme" in case["offload"]
         options["offload_optimizer"] = {"device": "nvme", "nvme_path": folder} if in_files else {"device": "cpu"}
         options |= {"sub_group_size": 2000} if in_files and case["small_buckets"] else {}
     if case["stage"] == 3:
         options["stage3_param_persistence_threshold"] = 100 if case["small_buckets"] else 0
         if case["offload"] == "params":
             options["offload_param"] = {"device": "cpu"}
+        if case["offload"] == "all nvme":
+            options["offload_param"] = {"device": "nvme", "nvme_path": folder, "max_in_cpu": 0}
     elif case["small_buckets"]:
         options |= {"reduce_bucket_size": 2000, "allgather_bucket_size": 2000}
     return options
@@ -156,6 +159,90 @@ def test_between_nodes_it_sends_what_adamw_sends(stage: int) -> None:
     run_ranks(4, _check_traffic, stage)
 
 
+def _rows_and_columns() -> nn.Sequential:
+    """Matrices of one row and of one column, whose factored states have as many elements as they."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(24, 1), nn.Linear(1, 24), nn.Linear(24, 1)).double()
+
+
+def _check_rows(rank: int, folder: str, options: dict[str, Any]) -> None:
+    models = []
+    for is_plain in (True, False):
+        model = _rows_and_columns()
+        optimizer: Any = torch.optim.Adafactor(model.parameters(), lr=0.1, foreach=False)
+        if not is_plain:
+            optimizer = zero.ZeroOptimizer(model, optimizer, topology=topology(2), **options)
+        for step in range(4):
+            if step == 2 and not is_plain:
+                save_checkpoint(optimizer, folder, "rows")
+                optimizer.close()
+                model = _rows_and_columns()
+                optimizer = torch.optim.Adafactor(model.parameters(), lr=0.1, foreach=False)
+                optimizer = zero.ZeroOptimizer(model, optimizer, topology=topology(4), **options)
+                load_checkpoint(optimizer, folder, "rows")
+            for peer in range(4) if is_plain else (rank,):
+                x = torch.randn(5, 24, generator=torch.Generator().manual_seed(10 * step + peer), dtype=torch.float64)
+                (model(x).square().mean() / (4 if is_plain else 1)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        models.append(as_vector(model.parameters() if is_plain else full_values(model).values()))
+        if not is_plain:
+            optimizer.close()
+    assert (models[0] - models[1]).abs().max() < 1e-10
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("device", ["none", "nvme"])
+def test_states_of_rows_and_columns(device: str, stage: int, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"stage": stage}
+    if device == "nvme":
+        place = {"device": "nvme", "nvme_path": str(tmp_path)}
+        options |= {"offload_optimizer": place} | ({"offload_param": {**place, "max_in_cpu": 0}} if stage == 3 else {})
+    run_ranks(4, _check_rows, str(tmp_path / "checkpoints"), options)
+
+
+def _check_factors(rank: int) -> None:
+    model = new_model()
+    with zero_optimizer(model, BUILDERS["adafactor"](model)[0], stage=3) as optimizer:
+        train(model, optimizer, rank, steps=1)
+        with pytest.raises(StateError, match=r"keeps 'row_var' of 'shared.weight' in another shape"):
+            zero.utils.safe_get_full_optimizer_state(model.shared.weight, "row_var")
+        with pytest.raises(StateError, match=r"in another shape than the parameter.*use zero.save_checkpoint"):
+            get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+
+
+def test_factors_of_moments_are_refused_where_they_cannot_be_shown() -> None:
+    run_ranks(2, _check_factors)
+
+
+def _check_wrong_on_one(rank: int) -> None:
+    model = new_model()
+    matrices, others = matrices_and_others(model)
+    wrong = [Muon(matrices), AdamW([*others, *matrices[: rank == 0]])]
+    with pytest.raises(ConfigError, match="is in two optimizers"):
+        zero.ZeroOptimizer(model, wrong, stage=1)
+
+
+def test_a_list_that_is_wrong_on_one_rank_is_an_error_on_all() -> None:
+    run_ranks(2, _check_wrong_on_one)
+
+
+def test_each_optimizer_loads_its_own_states() -> None:
+    """zero.CPUAdam keeps bfloat16 moments, which torch's loading would widen."""
+    model = new_model(torch.bfloat16)
+    matrices, others = matrices_and_others(model)
+    narrow = zero.CPUAdam(others, fp32_optimizer_states=False)
+    optimizer = zero.ZeroOptimizer(model, [Muon(matrices), narrow], stage=2, offload_optimizer={"device": "cpu"})
+    loss_of(model, *batch(0, 0, 0)).backward()
+    optimizer.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+    dtypes = {value.dtype for state in narrow.state.values() for value in state.values() if isinstance(value, Tensor)}
+    assert torch.bfloat16 in dtypes
+    loss_of(model, *batch(1, 0, 0)).backward()
+    optimizer.step()
+    optimizer.close()
+
+
 class Liar(AdamW):
     """Says that it updates elements, and scales by the norm of the tensor."""
 
@@ -176,7 +263,9 @@ def _check_refused(rank: int) -> None:
         zero.ZeroOptimizer(model, [Muon(matrices), AdamW([*others, matrices[0]])], stage=1)
     with pytest.raises(ConfigError, match=r"must be in a parameter group: \d+ are in none"):
         zero.ZeroOptimizer(model, [Muon(matrices), AdamW(others[1:])], stage=1)
-    with pytest.raises(ConfigError, match=r"Muon refuses parameter 'position'|Muon refuses parameter '.*' of shape"):
+    with pytest.raises(
+        ConfigError, match=r"Muon refuses parameter 'blocks.0.norm.weight' of shape .* a list of two optimizers"
+    ):
         zero.ZeroOptimizer(model, Muon, stage=1, lr=0.1)
     with pytest.raises(ConfigError, match=r"^Liar is not elementwise"):
         zero.ZeroOptimizer(model, Liar(model.parameters()), stage=1)
@@ -240,15 +329,20 @@ def test_split_for_muon(caplog: pytest.LogCaptureFixture) -> None:
     split = zero.split_for_muon(model)
     names = {param: name for name, param in model.named_parameters()}
     assert [names[p] for p in split.matrices] == [
-        *("position", "blocks.0.mlp.2.weight", "blocks.2.mlp.0.weight", "blocks.2.mlp.2.weight", "shared.weight")
+        *("blocks.0.mlp.2.weight", "blocks.2.mlp.0.weight", "blocks.2.mlp.2.weight", "shared.weight")
     ]
     assert {names[p] for p in split.others} | {names[p] for p in split.matrices} == {
         name for name, param in model.named_parameters() if param.requires_grad
     }
-    assert split.roles["wte.weight"] == "embedding"
+    assert split.roles["wte.weight"] == split.roles["position"] == "embedding"
     assert split.roles["head.weight"] == "output layer"
     assert split.roles["blocks.0.mlp.0.weight"] == "use_muon is False"
     assert "Muon  hidden matrix" in caplog.text
+    square = nn.Sequential(nn.Embedding(24, 24), nn.ModuleList([nn.Linear(24, 24)]), nn.Embedding(50, 24))
+    assert zero.split_for_muon(square).roles["1.0.weight"] == "hidden matrix", "as wide as a position table is long"
+    model.norm.weight.use_muon = True
+    with pytest.raises(ConfigError, match=r"use_muon is true for 'norm.weight' of shape \(24,\)"):
+        zero.split_for_muon(model)
 
 
 def test_json() -> None:
@@ -260,10 +354,13 @@ def test_json() -> None:
         },
         "zero_optimization": {"stage": 2},
     }
-    engine, optimizer, _, _ = zero.initialize(model=new_model(), config=config)
+    model = new_model()
+    groups = [{"params": list(model.named_parameters()), "name": "own"}]
+    engine, optimizer, _, _ = zero.initialize(model=model, model_parameters=groups, config=config)
     muon, adam = optimizer.param_groups
     assert (muon["lr"], muon["momentum"], muon["weight_decay"]) == (0.02, 0.9, 0.0)
     assert (adam["lr"], tuple(adam["betas"]), adam["eps"]) == (0.01, (0.8, 0.9), 1e-10)
+    assert muon["name"] == adam["name"] == "own"
     loss = loss_of(engine, *batch(0, 0, 0))
     engine.backward(loss)
     engine.step()

@@ -43,6 +43,17 @@ def orthogonal(matrix: Tensor) -> Tensor:
     return x.T if matrix.shape[0] > matrix.shape[1] else x
 
 
+class Centralizing(torch.optim.SGD):
+    """Subtracts the mean of each column of a matrix from its gradient first; declares nothing."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for param in (param for group in self.param_groups for param in group["params"]):
+            if param.ndim > 1 and param.grad is not None:
+                param.grad -= param.grad.mean(0)
+        super().step(closure)
+
+
 def matrices_and_others(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     """Matrices within blocks, and everything else that is trained, found by name."""
     matrices, others = [], []
@@ -65,6 +76,7 @@ def _trained(model: nn.Module) -> list[nn.Parameter]:
 BUILDERS: dict[str, Callable[[nn.Module], list[Optimizer]]] = {
     "muon": _muon,
     "lamb": lambda model: [Lamb(_trained(model), lr=0.01, weight_decay=0.1)],
+    "found by its trial": lambda model: [Centralizing(_trained(model), lr=0.1, momentum=0.9)],
     "adafactor": lambda model: [torch.optim.Adafactor(_trained(model), lr=0.01, foreach=False)],
 }
 

@@ -199,7 +199,7 @@ def _checked(
     if isinstance(full, LIST) or isinstance(shard, LIST):
         raise LayoutError(f"{what} must be left out with lists: pass {full_name} and {shard_name} as one tensor each")
     if options.residual is not None:
-        raise LayoutError(f"residual must be left out with {what}: it knows elements by their place in even shards")
+        raise LayoutError(f"residual must be left out with {what}: zcomm.NodeSums takes one with shard_sizes")
     full, shard = check_arguments(group, wire, numbering=numbering, async_op=async_op, **tensors)
     if is_auto(wire):
         raise FormatError(f'format="auto" is measured on even shards: name a format with {what}')
@@ -257,7 +257,10 @@ def new_to_receive(codec: Codec, shape: tuple[int, ...], device: torch.device) -
 
 
 def gather_rows(output: Tensor, shard: Tensor, shards: UnevenShards) -> Steps:
-    """The steps of :func:`uneven_all_gather`. ``messages``: those of all rows in the format of the last hop, pack after pack."""
+    """The steps of :func:`uneven_all_gather`.
+
+    ``messages``: those of all rows in the format of the last hop, pack after pack.
+    """
     route, pack, rows = shards.route, shards.packs[shards.own_pack], shards.in_order
     last = len(route.hops) - 1
     codec, outputs = shards.codec(last), torch.split(output, shards.numels)

@@ -11,7 +11,8 @@ twice that. The arithmetic is N10 of :mod:`zcomm._formats.reference`.
 Invariants:
     R1  Exchanges read and write a copy; ``commit()`` makes it current, ``rollback()`` drops it. So a skipped step
         leaves no trace, and of several exchanges before a commit (micro-batches) each uses the residual of the last.
-    R2  Blocks start at multiples of 256 in a row, and so do chunks: the bits do not depend on chunks.
+    R2  Blocks start at multiples of 256 in a row, and so do chunks: the bits do not depend on chunks. Rows of different
+        lengths are stored as one, each from a block on.
     R3  A block that is not finite keeps its old residual: one bad step does not lose what was accumulated.
     R4  A residual is stored in the units of the gradients that are sent, with their loss scale. ``set_loss_scale``
         rescales it when the scale changes. Values that are read or saved are in units without the loss scale.
@@ -113,7 +114,7 @@ def _decoded_rows(blocks: _Blocks, numels: Sequence[int]) -> Tensor:
 
 
 def decode_state(state: Mapping[str, Any]) -> Tensor:
-    """The values of a :meth:`Residual.state_dict`: those of :meth:`Residual.values`, equal rows padded to full blocks."""
+    """The values of a :meth:`Residual.state_dict`, as of :meth:`Residual.values`; equal rows are padded to blocks."""
     blocks, layout = _Blocks(state["codes"], state["scales"]), BufferLayout.from_state(state["layout"])
     if layout.shard_sizes is not None:
         return _decoded_rows(blocks, layout.row_numels(state["local_rank"]))
@@ -223,20 +224,32 @@ class Residual:
             yield self.route.local_rank, self.values()
             return
         mine = self._unscaled(self._current).to_bytes()
-        shapes = [self._current] * self.layout.ranks_per_node
-        if self.layout.shard_sizes is not None:
-            numels = map(self.layout.row_numels, range(self.layout.ranks_per_node))
-            shapes = [_Blocks.zeros(1, _starts_of(of_rank)[-1], "meta") for of_rank in numels]
-        of_ranks = [mine.new_empty(blocks.codes.nbytes + blocks.scales.nbytes) for blocks in shapes]
+        per_node = self.layout.ranks_per_node
         if self.layout.shard_sizes is None:
-            of_ranks = list(mine.new_empty((len(shapes), mine.numel())))
-        run(self._gather_steps(of_ranks, mine), mine, async_op=False, queue=self.route.queue)
+            shapes, rows = [self._current] * per_node, mine.new_empty((per_node, mine.numel()))
+            steps, of_ranks = self._gather_steps(rows, mine), list(rows)
+        else:
+            lengths = [_starts_of(self.layout.row_numels(local_rank))[-1] for local_rank in range(per_node)]
+            shapes = [_Blocks.zeros(1, length, "meta") for length in lengths]
+            parts = [mine.new_empty(blocks.codes.nbytes + blocks.scales.nbytes) for blocks in shapes]
+            steps, of_ranks = self._uneven_gather_steps(parts, mine), parts
+        run(steps, mine, async_op=False, queue=self.route.queue)
         for local_rank, (blocks, content) in enumerate(zip(shapes, of_ranks, strict=True)):
             yield local_rank, self._decoded(blocks.from_bytes(content), local_rank)
 
-    def _gather_steps(self, of_ranks: Sequence[Tensor], mine: Tensor) -> Steps:
+    def _gather_steps(self, of_ranks: Tensor, mine: Tensor) -> Steps:
         hop, _ = self.route.hops[0]
         yield backend.all_gather(of_ranks, mine, hop, MessageInfo("residual", str(FORMAT), self._current.codes.numel()))
+
+    def _uneven_gather_steps(self, of_ranks: list[Tensor], mine: Tensor) -> Steps:
+        hop, _ = self.route.hops[0]
+        info = MessageInfo("residual", str(FORMAT), self._current.codes.numel())
+        if mine.numel():
+            backend.count(hop, info, mine.nbytes)
+        sizes = [part.numel() for part in of_ranks]
+        yield backend.exchange_parts(
+            of_ranks, [mine] * hop.size, hop, info, sum(sizes), operation=backend.UNEVEN_GATHER, sizes=sizes
+        )
 
     def _unscaled(self, blocks: _Blocks) -> _Blocks:
         """``blocks`` in units without the loss scale (R4); ``blocks`` itself if there is no loss scale."""

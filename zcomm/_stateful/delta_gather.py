@@ -3,7 +3,8 @@
     new shard - own row of the replica --quantize--> message --all-gather--> messages --decode--> added to the rows
 
 The arithmetic is N11 of :mod:`zcomm._formats.reference`. A change is much smaller than the weight, and so is the
-quantization error.
+quantization error. Shards may differ in length; each row is decoded on its own then
+(:mod:`zcomm._stateful.uneven_state`).
 
 Invariants:
     E1  Every rank adds the decoded messages, to its own row as well. So all replicas have the same bits, and each
@@ -17,6 +18,8 @@ Training" (arXiv:2410.15526).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Literal
 
@@ -29,6 +32,7 @@ from zcomm._collectives.encoder import Encoder, check_random
 from zcomm._formats.formats import FORMATS, Format, codec_for, get_format
 from zcomm._formats.philox import RandomKey
 from zcomm._kernels import kernels
+from zcomm._stateful.uneven_state import UnevenReplica, apart
 from zcomm._transport.chunks import chunks_of, pipelined
 from zcomm._transport.route import Group, Route, check_apart, check_arguments, check_flat, find_route, rows_of
 from zcomm._transport.topology import Numbering, Topology
@@ -47,9 +51,12 @@ class DeltaGather:
         numbering: which rank owns which row: "rank" as in torch, or "local" (:mod:`zcomm._transport.topology`).
         over: "world": between all ranks, size = world_size. "nodes": between the ranks of equal local rank, one per
             node, size = num_nodes, rows in node order; ``group`` must be a Topology.
+        shard_sizes: elements of the shard of every rank of the group, in the order of ``numbering``, where shards
+            differ; ``replica`` is flat then, its rows side by side. None: all have n elements. Not over NCCL.
 
     Raises:
         LayoutError, FormatError, TopologyError: The arguments do not fit.
+        BackendUnavailableError: ``shard_sizes`` with backend "nccl".
     """
 
     def __init__(
@@ -60,6 +67,7 @@ class DeltaGather:
         format: str | Format = "int4",
         numbering: Numbering = "rank",
         over: Literal["world", "nodes"] = "world",
+        shard_sizes: Sequence[int] | None = None,
     ) -> None:
         (replica,) = check_arguments(group, numbering=numbering, replica=replica)
         check_choice("over", over, ("world", "nodes"), TopologyError)
@@ -67,9 +75,16 @@ class DeltaGather:
         self._route = find_route("delta_gather", group, self._format, first="inter")
         self._route.check_device(replica.device)
         self._rank = self._route.node_rank * self._route.ranks_per_node + self._route.local_rank
+        of_all = self._route
         if over == "nodes":
             self._route = _hop_between_nodes(self._route, group)
-        self._rows = rows_of("replica", replica, self._route.world_size)
+        self._uneven: UnevenReplica | None = None
+        if shard_sizes is None:
+            self._rows = rows_of("replica", replica, self._route.world_size)
+        else:
+            route = self._route if over == "world" else apart(of_all, group, "inter")
+            self._uneven = UnevenReplica(replica, route, numbering, shard_sizes, is_whole=over == "world")
+            self._rows = replica
         codec_for(self._format, self._rows.dtype)
         self._work: Work | None = None
         self.is_valid = False
@@ -77,13 +92,13 @@ class DeltaGather:
 
     @property
     def replica(self) -> Tensor:
-        """The replica, [size, n]. Read it only after the last call has been waited for."""
+        """The replica, [size, n]; flat with ``shard_sizes``. Read it only after the last call has been waited for."""
         return self._rows
 
     @property
     def held(self) -> Tensor:
         """This rank's row of the replica: what the other ranks hold of its shard."""
-        return self._rows[self._own_row]
+        return self._rows[self._own_row] if self._uneven is None else self._uneven.held
 
     @property
     def _own_row(self) -> int:
@@ -142,10 +157,11 @@ class DeltaGather:
         (shard,) = check_arguments(None, async_op=async_op, shard=shard)
         check_flat("shard", shard)
         codec_for(self._format, shard.dtype)
-        if shard.numel() != self._rows.shape[1] or shard.device != self._rows.device:
+        numel = self._rows.shape[1] if self._uneven is None else self._uneven.held.numel()
+        if shard.numel() != numel or shard.device != self._rows.device:
             raise LayoutError(
-                f"shard must be as long as a row of the replica, on its device: numel={shard.numel()} on "
-                f"{shard.device}, rows of {self._rows.shape[1]} on {self._rows.device}"
+                f"shard must be as long as its row of the replica, on its device: numel={shard.numel()} on "
+                f"{shard.device}, a row of {numel} on {self._rows.device}"
             )
         if self._work is not None:
             self._work.wait()  # the next delta is relative to the replica that this one writes
@@ -153,8 +169,12 @@ class DeltaGather:
 
     def _run(self, steps: Steps, shard: Tensor, *, async_op: bool) -> Work | None:
         route = self._route
-        steps = self._invalidate_on_error(steps if shard.numel() else nothing())
-        self._work = run(steps, shard, self._rows, async_op=async_op, queue=route.queue, num_exchanges=len(route.hops))
+        has_any = shard.numel() if self._uneven is None else self._uneven.numel_of_all
+        steps = self._invalidate_on_error(steps if has_any else nothing())
+        with nullcontext() if self._uneven is None else self._uneven.among_equals():
+            self._work = run(
+                steps, shard, self._rows, async_op=async_op, queue=route.queue, num_exchanges=len(route.hops)
+            )
         return self._work
 
     def _invalidate_on_error(self, steps: Steps) -> Steps:
@@ -167,9 +187,14 @@ class DeltaGather:
 
     def _refresh_steps(self, shard: Tensor, encoder: Encoder) -> Steps:
         self.held.copy_(shard)
+        if self._uneven is not None:
+            yield from self._uneven.refresh_steps()
+            return
         yield from gather_steps(self._rows, self.held, self._numbering, encoder)
 
     def _update_steps(self, shard: Tensor, encoder: Encoder) -> Steps:
+        if self._uneven is not None:
+            return self._uneven.update_steps(shard, encoder)
         if len(self._route.hops) == 1:
             return self._exchange(self._rows, shard, encoder)
         chunks = chunks_of(shard.numel(), self._format, min_numel=self._route.min_chunk_numel(shard.device))

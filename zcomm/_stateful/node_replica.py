@@ -7,25 +7,31 @@
     refresh(shard)      between the same ranks: the shard itself, exactly
 
 Updates are those of :class:`zcomm.DeltaGather`: all nodes hold the same bits, and errors do not accumulate. Reading the
-replica waits for an update in flight.
+replica waits for an update in flight. Shards may differ in length (:mod:`zcomm._stateful.uneven_state`).
 
 Called by an optimizer that shards parameters, from one thread: gathers in forward and backward, one update per step.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from zcomm._collectives.uneven_shards import of_sizes
 from zcomm._formats.formats import Format, get_format
 from zcomm._formats.message import MessageInfo
 from zcomm._formats.philox import RandomKey
+from zcomm._residuals.buffer_layout import as_shard_sizes
 from zcomm._stateful.delta_gather import DeltaGather
+from zcomm._stateful.uneven_state import check_own_size
 from zcomm._transport import backend
 from zcomm._transport.debug import compare_calls
-from zcomm._transport.route import intra_hop, rows_of
+from zcomm._transport.route import check_flat, check_topology, intra_hop, rows_of
 from zcomm._transport.topology import Topology
-from zcomm._transport.work import Steps, Work, run
+from zcomm._transport.work import Steps, Work, nothing, run
 from zcomm.errors import LayoutError
 
 OPERATION = "secondary_gather"
@@ -40,8 +46,14 @@ class NodeReplica:
         dtype: Of the replica, floating point.
         format: Of the differences between nodes.
         device: Of the replica.
+        shard_sizes: Elements of every rank's shard, numbered local, where shards differ; ``shard_numel`` is this rank's
+            then, and the replica is flat: its shards side by side. None: all have n elements. Not over NCCL.
 
     The replica is zero before the first :meth:`refresh`. Memory: num_nodes x n elements.
+
+    Raises:
+        LayoutError: ``shard_sizes`` do not fit.
+        BackendUnavailableError: ``shard_sizes`` with backend "nccl".
     """
 
     def __init__(
@@ -52,15 +64,32 @@ class NodeReplica:
         *,
         format: str | Format = "int4",
         device: torch.device | str = "cpu",
+        shard_sizes: Sequence[int] | None = None,
     ) -> None:
-        self._topology = topology
-        self._replica = torch.zeros((topology.num_nodes, shard_numel), dtype=dtype, device=device)
-        self._delta = DeltaGather(self._replica, topology, format=format, numbering="local", over="nodes")
+        check_topology(topology)
+        self._topology, self._sizes = topology, as_shard_sizes(shard_sizes, topology.world_size)
+        shape: tuple[int, ...] = topology.num_nodes, shard_numel
+        if self._sizes is not None:
+            check_own_size(self._sizes[topology.shard_index("local")], shard_numel)
+            shape = (self._part_numels[topology.local_rank],)
+        self._replica = torch.zeros(shape, dtype=dtype, device=device)
+        options: dict[str, Any] = {"format": format, "numbering": "local", "over": "nodes"}
+        self._delta = DeltaGather(self._replica, topology, shard_sizes=self._sizes, **options)
         self._work: Work | None = None
 
     @property
+    def _part_numels(self) -> list[int]:
+        """Elements of the replica of each rank of the node, where shards differ."""
+        assert self._sizes is not None, "equal shards"
+        num_nodes = self._topology.num_nodes
+        return [sum(self._sizes[i : i + num_nodes]) for i in range(0, len(self._sizes), num_nodes)]
+
+    @property
     def values(self) -> Tensor:
-        """The replica [num_nodes, n], the shards of equal local rank in node order. Waits for an update in flight."""
+        """The replica [num_nodes, n], the shards of equal local rank in node order. Waits for an update in flight.
+
+        With ``shard_sizes`` flat: the elements of these shards.
+        """
         self.wait()
         return self._replica
 
@@ -103,10 +132,11 @@ class NodeReplica:
     def gather(self, output: Tensor, start: int, stop: int, *, async_op: bool = False) -> Work | None:
         """Fill columns ``[start, stop)`` of the buffer seen as [ranks_per_node, part_numel]. Collective in the node.
 
+        With ``shard_sizes`` ranks have parts of their own length, and only all columns are filled, by one exchange.
         With ZCOMM_CHECK=1 it is collective over all ranks: a message damaged in one node raises on every rank.
 
         Args:
-            output: The full buffer, [world_size * n] contiguous, of the replica's dtype.
+            output: The full buffer, [world_size * n] contiguous, or flat with all shards; of the replica's dtype.
             start: The first column.
             stop: The column after the last.
             async_op: return a Work at once.
@@ -116,6 +146,8 @@ class NodeReplica:
 
         Cost for each rank: stop - start elements to every other rank of the node, 0 bytes between nodes.
         """
+        if self._sizes is not None:
+            return self._gather_uneven(output, start, stop, async_op=async_op)
         rows = rows_of("output", output, self._topology.ranks_per_node)
         expected = (self._replica.numel(), self._replica.dtype, self._replica.device)
         if (rows.shape[1], rows.dtype, rows.device) != expected or not 0 <= start <= stop <= rows.shape[1]:
@@ -131,3 +163,29 @@ class NodeReplica:
 
     def _gather_steps(self, rows: Tensor, own: Tensor) -> Steps:
         yield backend.all_gather(rows, own, intra_hop(self._topology), MessageInfo(OPERATION, "none", own.numel()))
+
+    def _gather_uneven(self, output: Tensor, start: int, stop: int, *, async_op: bool) -> Work | None:
+        assert self._sizes is not None, "equal shards"
+        check_flat("output", output)
+        expected = (sum(self._sizes), self._replica.dtype, self._replica.device)
+        got = (output.numel(), output.dtype, output.device)
+        if got != expected or (start, stop) != (0, self.part_numel):
+            raise LayoutError(
+                f"output must be the full buffer, filled at once: got {got}, columns {start} to {stop}; expected "
+                f"{expected}, columns 0 to {self.part_numel}"
+            )
+        hop, own = self._topology.intra, self.values
+        compare_calls(OPERATION, ((hop, get_format("none")),), hop, split_numels=self._sizes, dtype=output.dtype)
+        parts = torch.split(output, self._part_numels)
+        steps = self._uneven_steps(parts, own) if output.numel() else nothing()
+        with of_sizes("local", self._sizes):
+            return run(steps, output, self._replica, async_op=async_op, queue=self._topology.queue)
+
+    def _uneven_steps(self, parts: Sequence[Tensor], own: Tensor) -> Steps:
+        hop, info = intra_hop(self._topology), MessageInfo(OPERATION, "none", own.numel())
+        sizes = [part.nbytes for part in parts]
+        if own.numel():
+            backend.count(hop, info, own.nbytes)
+        yield backend.exchange_parts(
+            parts, [own] * hop.size, hop, info, sum(sizes), operation=backend.UNEVEN_GATHER, sizes=sizes
+        )

@@ -8,14 +8,16 @@ in float32, the shards of the N ranks of its own local rank: 1 / L of the buffer
 ``add``. Shards are numbered local (:mod:`zcomm._transport.topology`), so the rows are contiguous in the buffer.
 
 Over several nodes, with one input, the bits are those of :func:`zcomm.reduce_scatter_single` with the same formats and
-residual. On one node there is no hop 2: it loses nothing, and a residual does not change.
+residual. On one node there is no hop 2: it loses nothing, and a residual does not change. Shards may differ in length
+(:mod:`zcomm._stateful.uneven_state`).
 
 Called by a trainer that accumulates gradients, from one thread.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
@@ -28,6 +30,7 @@ from zcomm._formats.formats import Format, codec_for
 from zcomm._formats.message import MessageLayout
 from zcomm._kernels import kernels
 from zcomm._residuals.residual import Residual
+from zcomm._stateful.uneven_state import UnevenSums, check_own_size
 from zcomm._transport import backend
 from zcomm._transport.chunks import chunks_of, pipelined
 from zcomm._transport.route import (
@@ -57,6 +60,8 @@ class NodeSums:
         formats: Wire formats, (inside the node, between nodes).
         device: Of the tensors that are exchanged.
         residual: Error feedback for hop 2, of the buffer numbered local. Call its ``commit()`` or ``rollback()``.
+        shard_sizes: Elements of every rank's shard, numbered local, where shards differ; ``shard_numel`` is this rank's
+            then, and the rows are one dimension, side by side. None: all have n elements. Not over NCCL.
 
     Raises:
         TopologyError, LayoutError, ConfigError: An argument has the wrong type or value.
@@ -72,6 +77,7 @@ class NodeSums:
         *,
         device: torch.device | str = "cpu",
         residual: Residual | None = None,
+        shard_sizes: Sequence[int] | None = None,
     ) -> None:
         check_topology(topology)
         check_arguments(topology, residual=residual)
@@ -81,13 +87,21 @@ class NodeSums:
         self._route = find_route(OPERATION, topology, formats, first="intra")
         self._device, self.residual = as_device("device", device), residual
         self._route.check_device(self._device)
+        self._uneven: UnevenSums | None = None
+        if shard_sizes is not None:
+            pair = self._intra_format, self._inter_format
+            self._uneven = UnevenSums(self._route, topology, pair, shard_sizes)
+            check_own_size(self._uneven.shard_numel, self.shard_numel)
         self._rows: Tensor | None = None
         self.is_empty = True
         """Whether nothing was added since the last reduction."""
 
     @property
     def rows(self) -> Tensor | None:
-        """The sums so far, float32 [num_nodes, n], once all works have been waited for; None before the first add."""
+        """The sums so far, float32 [num_nodes, n], once all works have been waited for; None before the first add.
+
+        With ``shard_sizes`` flat: the elements of all rows.
+        """
         return self._rows
 
     @property
@@ -112,9 +126,9 @@ class NodeSums:
         (input,) = check_arguments(self._topology, async_op=async_op, input=input)
         rows = self._checked(input)
         if self._rows is None:
-            self._rows = torch.empty(self._topology.num_nodes, self.shard_numel, device=self._device)
+            self._rows = torch.empty(self._shape_of_rows(self.shard_numel), device=self._device)
         is_first, self.is_empty = self.is_empty, False
-        steps = [self._add_steps(rows[:, c], self._rows[:, c], is_first=is_first) for c in self._chunks]
+        steps = [self._add_steps(rows[..., c], self._rows[..., c], is_first=is_first) for c in self._chunks]
         return self._run(steps, input, self._rows, async_op=async_op, num_exchanges=1)
 
     def reduce(
@@ -149,7 +163,8 @@ class NodeSums:
             )
         if self.residual is not None:
             source = output if rows is None else rows
-            self.residual.check(self._route, "local", self.shard_numel, source)
+            sizes = None if self._uneven is None else self._uneven.sizes
+            self.residual.check(self._route, "local", self.shard_numel, source, sizes)
         added, self.is_empty = None if self.is_empty else self._rows, True
         steps = [self._reduce_steps(output[c], rows, added, c, scale) for c in self._chunks]
         work = self._run(steps, output, output if input is None else input, async_op=async_op, num_exchanges=2)
@@ -164,7 +179,7 @@ class NodeSums:
         start, stop = as_count("start", start), as_count("stop", stop)
         if self._rows is None or self.is_empty:
             return
-        first = self._topology.local_rank * self._rows.numel()
+        first = self._topology.local_rank * self._rows.numel() if self._uneven is None else self._uneven.first
         low, high = max(start - first, 0), min(stop - first, self._rows.numel())
         if low < high:
             self._rows.view(-1)[low:high].zero_()
@@ -173,17 +188,28 @@ class NodeSums:
         """Drop the sums, as for a skipped step. The memory stays allocated."""
         self.is_empty = True
 
+    def _shape_of_rows(self, numel: int) -> tuple[int, ...]:
+        """That of the rows of a chunk of ``numel`` columns."""
+        return (self._topology.num_nodes, numel) if self._uneven is None else (self._uneven.pack_numel,)
+
     @property
     def _chunks(self) -> list[slice]:
+        if self._uneven is not None:  # not in chunks
+            return [slice(0, None)] if self._uneven.numel else []
         least = self._route.min_chunk_numel(self._device)
         return chunks_of(self.shard_numel, self._intra_format, self._inter_format, min_numel=least)
 
     def _checked(self, input: Tensor) -> Tensor:
-        rows = rows_of("input", input, self._topology.world_size)
-        if rows.shape[1] != self.shard_numel or rows.device != self._device:
+        if self._uneven is not None:
+            check_flat("input", input)
+            rows, fits = input, input.numel() == self._uneven.numel
+        else:
+            rows = rows_of("input", input, self._topology.world_size)
+            fits = rows.shape[1] == self.shard_numel
+        if not fits or rows.device != self._device:
             raise LayoutError(
                 f"input must hold a shard for every rank: {tuple(rows.shape)} on {rows.device}, expected rows of "
-                f"{self.shard_numel} on {self._device}"
+                f"{self.shard_numel if self._uneven is None else self._uneven.sizes} on {self._device}"
             )
         for wire in (self._intra_format, self._inter_format):
             if codec_for(wire, input.dtype).dtype == torch.float64:
@@ -195,7 +221,8 @@ class NodeSums:
     ) -> Work | None:
         steps = chunks[0] if len(chunks) == 1 else pipelined(chunks, num_exchanges=num_exchanges)
         exchanges = num_exchanges * len(chunks)
-        return run(steps, first, second, async_op=async_op, queue=self._topology.queue, num_exchanges=exchanges)
+        with nullcontext() if self._uneven is None else self._uneven.among_equals():
+            return run(steps, first, second, async_op=async_op, queue=self._topology.queue, num_exchanges=exchanges)
 
     def _add_steps(self, rows: Tensor, sums: Tensor, *, is_first: bool) -> Steps:
         """Hop 1 of ``rows``, added to ``sums`` [num_nodes, m], a chunk of this rank's rows."""
@@ -207,24 +234,32 @@ class NodeSums:
     def _reduce_steps(self, output: Tensor, rows: Tensor | None, added: Tensor | None, c: slice, scale: float) -> Steps:
         if rows is None:
             assert added is not None, "nothing to reduce"
-            values = added[:, c].contiguous()
-        elif added is None and scale == 1 and self._topology.intra.size > 1 and self._topology.inter.size > 1:
+            values = added[..., c].contiguous()
+        elif self._sums_and_encodes and added is None and scale == 1:
             received, layout = yield from self._exchange_in_node(rows[:, c])
             yield from self._reduce_between_nodes((received, layout), output, c.start)
             return
         else:
-            values = torch.empty(self._topology.num_nodes, output.numel(), device=output.device)
-            yield from self._sum_in_node(rows[:, c], values)
+            values = torch.empty(self._shape_of_rows(output.numel()), device=output.device)
+            yield from self._sum_in_node(rows[..., c], values)
             if added is not None:
-                values.add_(added[:, c])
+                values.add_(added[..., c])
         if scale != 1:
             values.mul_(1 / scale)
         yield from self._reduce_between_nodes(values, output, c.start)
         if scale != 1:
             output.mul_(scale)
 
+    @property
+    def _sums_and_encodes(self) -> bool:
+        """Whether messages of hop 1 are summed and encoded for hop 2 at once."""
+        return self._uneven is None and self._topology.intra.size > 1 and self._topology.inter.size > 1
+
     def _sum_in_node(self, rows: Tensor, values: Tensor) -> Steps:
         """Hop 1: write the node's sums of ``rows`` [world_size, m] to ``values`` [num_nodes, m], float32."""
+        if self._uneven is not None:
+            yield from self._uneven.sum_in_node(rows, values)
+            return
         if self._topology.intra.size == 1:
             values.copy_(rows)
             yield None
@@ -251,6 +286,9 @@ class NodeSums:
 
         With several nodes ``values`` may also be messages whose sum they are: sum and encoding are then one kernel.
         """
+        if self._uneven is not None and isinstance(values, Tensor):
+            yield from self._uneven.reduce_between_nodes(values, output, self.residual)
+            return
         topology, (_, hop), device = self._topology, separate_hops(self._topology), output.device
         if isinstance(values, Tensor) and hop.size == 1:
             output.copy_(values[0].div_(topology.world_size))

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from zcomm import StateError, Topology, control
 from zero._gather.gather_sources import gather_shards
 from zero._optim.masters import MasterPiece, is_elementwise, pieces_by_bucket
+from zero._optim.several import name_of
 from zero._ranks.rank_errors import on_every_rank, share_text
 from zero._runtime.optimizer_parts import OptimizerParts
 from zero._sharding.bucket import Bucket
@@ -248,7 +249,7 @@ def _gather_state(parts: OptimizerParts, bucket: Bucket, state: str, dtype: torc
 def _described_by_all(parts: OptimizerParts) -> States:
     """The states of each parameter, on any rank: dtypes of those with a value for each element, values of others."""
     topology = parts.runtime.topology
-    own = json.dumps(_described(parts))
+    own = on_every_rank(lambda: json.dumps(_described(parts)), topology)
     merged: dict[str, Any] = {}
     for text in [share_text(own, rank, topology) for rank in range(topology.world_size)]:
         merged = json.loads(text) | merged
@@ -262,6 +263,11 @@ def _described(parts: OptimizerParts) -> dict[str, dict[str, tuple[str, Any]]]:
         for state, value in parts.inner.state.get(piece.master, {}).items():
             if isinstance(value, Tensor):
                 is_full = is_elementwise(piece.master, value)
+                if not is_full and value.numel() != 1:
+                    raise StateError(
+                        f"{name_of(parts.inner)} keeps {state!r} in another shape than the parameter, "
+                        f"{tuple(value.shape)}, which torch's helpers cannot gather: use zero.save_checkpoint"
+                    )
                 states[state] = CODES[value.dtype], None if is_full else value.item()
             elif value is not None:
                 states[state] = "", value

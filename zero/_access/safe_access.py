@@ -253,7 +253,16 @@ def _state(location: ParameterLocation, param: nn.Parameter, key: str) -> tuple[
     location.runtime.finish_update()
     states = location.runtime.states
     value, is_part = states.get(param, key), states.is_elementwise(param, key)
-    number = None if value is None or is_part else float(value)
+
+    def read_number() -> float | None:
+        if isinstance(value, Tensor) and not is_part and value.numel() != 1:
+            raise StateError(
+                f"the optimizer keeps {key!r} of {location.name!r} in another shape, {tuple(value.shape)}: these "
+                "functions read numbers, and states of the parameter's shape"
+            )
+        return None if value is None or is_part else float(value)
+
+    number = on_every_rank(read_number, location.runtime.topology)
     kinds = control.gather_float64(
         torch.tensor([2.0 if is_part else 0.0 if number is None else 1.0, number or 0.0]), location.runtime.topology
     )

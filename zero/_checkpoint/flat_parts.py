@@ -39,6 +39,7 @@ from zero._optim.several import name_of
 from zero._runtime.optimizer_parts import OptimizerParts
 from zero._runtime.runtime import Runtime
 from zero._sharding.bucket import Bucket
+from zero._storage.poison import is_placeholder
 from zero._storage.safetensors_file import as_bytes, is_storable
 from zero.errors import CheckpointError
 
@@ -62,6 +63,8 @@ class LocalPart(NamedTuple):
     bucket: Bucket
     start: int
     """Their offset in the bucket's master."""
+    is_whole: bool = False
+    """Whether ``values`` has the parameter's shape."""
 
     def part(self, key: str, values: Tensor, state: str | None = None) -> FlatPart:
         """The same elements of another tensor of the parameter's shape.
@@ -93,7 +96,7 @@ def local_masters(internals: OptimizerParts) -> Iterator[LocalPart]:
     """Yield this rank's part of every parameter that it updates; ``values`` is the master, a key of the states."""
     for piece in internals.pieces:
         slot = piece.bucket.layout.slots[piece.slot]
-        yield LocalPart(slot.name, slot.numel, piece.first, piece.master, piece.bucket, piece.start)
+        yield LocalPart(slot.name, slot.numel, piece.first, piece.master, piece.bucket, piece.start, piece.is_whole)
 
 
 def stale_parameter_parts(internals: OptimizerParts) -> list[FlatPart]:
@@ -123,7 +126,8 @@ def state_parts(internals: OptimizerParts) -> list[FlatPart]:
                 continue
             is_moment = isinstance(value, Tensor) and value.dim() > 0 and is_storable(value)
             if is_moment and is_elementwise(local.values, value):
-                parts.append(local.part(f"state/{name}/{local.name}", value, name))
+                stored = name if is_placeholder(value) else None  # files have room for the moments of a trial only
+                parts.append(local.part(f"state/{name}/{local.name}", value, stored))
                 continue
             kind = _scalar_kind(internals, local, name, value)
             wide = torch.int64 if isinstance(value, int) else torch.float64
@@ -135,8 +139,7 @@ def state_parts(internals: OptimizerParts) -> list[FlatPart]:
 def _scalar_kind(internals: OptimizerParts, local: LocalPart, name: str, value: Any) -> str:
     param, kind = local.name, next((kind for kind, cls in SCALARS.items() if isinstance(value, cls)), None)
     is_scalar = not isinstance(value, Tensor) or (value.numel() == 1 and is_storable(value))
-    is_whole = local.first == 0 and local.values.numel() == local.numel
-    if kind == "tensor" and not is_scalar and is_whole and is_storable(value) and "/" not in name:
+    if kind == "tensor" and local.is_whole and value.ndim and is_storable(value) and "/" not in name:
         return f"tensor[{','.join(map(str, value.shape))}]"
     if kind is None or not is_scalar or "/" in name:
         shape = f" of shape {tuple(value.shape)}, {value.dtype}" if isinstance(value, Tensor) else ""
@@ -191,8 +194,9 @@ def buffer_parts(runtime: Runtime, digests: list[float]) -> list[FlatPart]:
 
 def residual_layout(runtime: Runtime) -> int | None:
     """A checksum of the layout of residuals, the same on every rank; None if there are none."""
-    residuals = runtime.mode_state.residuals
-    return zlib.crc32(repr([residual.layout for residual in residuals]).encode()) if residuals else None
+    layouts = [residual.layout for residual in runtime.mode_state.residuals]
+    sizes = [layout.shard_sizes for layout in layouts if layout.shard_sizes is not None]  # not in a layout's text
+    return zlib.crc32(repr([*layouts, *sizes]).encode()) if layouts else None
 
 
 def node_parts(internals: OptimizerParts) -> list[FlatPart]:

@@ -83,10 +83,10 @@ def _gather_columns(
     full: Tensor, own: Tensor, columns: tuple[int, int], layout: BucketLayout, options: GatherOptions, wire: str
 ) -> Work | None:
     """Gather columns ``[start, stop)`` of the shards into ``full``; ``own`` is this rank's part."""
-    (start, stop), topology = columns, options.topology
-    is_all = layout.sizes is not None or (stop - start) * topology.world_size == full.numel()
-    output = full if is_all else full.view(topology.world_size, -1)[:, start:stop]
-    return gather_shards(output, own, layout, topology, format=wire, async_op=options.is_async)
+    start, stop = columns
+    is_all = layout.sizes is not None or (stop - start) * layout.world_size == full.numel()
+    output = full if is_all else full.view(layout.world_size, -1)[:, start:stop]
+    return gather_shards(output, own, layout, options.topology, format=wire, async_op=options.is_async)
 
 
 class ParameterSource(Protocol):
@@ -164,7 +164,7 @@ class Primary:
         start, stop = self._columns[index]
         storage, row = self._bucket.storage, self._bucket.shard_of(full)[start:stop]
         if isinstance(storage, QuantizedShard):
-            rows = full.view(self._options.topology.world_size, -1)[:, start:stop]
+            rows = full.view(self._bucket.layout.world_size, -1)[:, start:stop]
             return storage.gather((start, stop), rows, async_op=self._options.is_async)
         with storage.on_stream():  # else the exchange would send the buffer before the copy has filled it
             own, layout = storage.fetch(start, start + row.numel(), row), self._bucket.layout

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from zcomm import ConfigError, LayoutError, StateError, Topology, control
+from zcomm import BackendUnavailableError, ConfigError, LayoutError, StateError, Topology, control
 from zero._config.rank_consistency import differences_between_ranks, summarize
 from zero._config.settings import Effective, ZeroSettings
 from zero._model.init_shards import is_built
@@ -65,6 +65,11 @@ def plan_model(
     contents = [_contents(run, set(whole)) for run in ([persistent], *runs)]
     deals = effective.stage.shards_states and topology.world_size > 1
     rows = _rows_of(contents, topology) if deals else {}
+    if rows and topology.backend == "nccl":
+        raise BackendUnavailableError(
+            "backend='nccl' does not exchange shards of different sizes, which an optimizer of whole tensors needs: "
+            "leave out backend=, torch's own NCCL groups do"
+        )
     buckets: list[Bucket] = []
     of_runs: list[list[Bucket]] = []
     for run, of_run in zip(([persistent], *runs), contents, strict=True):

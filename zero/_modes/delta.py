@@ -7,7 +7,7 @@ They go between nodes and then inside them, as one message per shard and bucket.
 
 The exact shard is kept beside the buffer. What the receivers hold, own row included, differs from it by the rounding
 of the messages so far, and the next message includes that difference. So errors do not add up, and all ranks hold the
-same bits. It costs a copy of this rank's shard.
+same bits. It costs a copy of this rank's shard. Shards of whole tensors (Muon) have lengths of their own.
 """
 
 from __future__ import annotations
@@ -49,8 +49,10 @@ class FullReplica:
     @property
     def _delta(self) -> DeltaGather:
         if self._gather is None:
-            topology, format = self._options.topology, self._format
-            self._gather = DeltaGather(self._bucket.buffer, topology, format=format, numbering="local")
+            topology, sizes = self._options.topology, self._bucket.layout.sizes
+            self._gather = DeltaGather(
+                self._bucket.buffer, topology, format=self._format, numbering="local", shard_sizes=sizes
+            )
         return self._gather
 
     @property

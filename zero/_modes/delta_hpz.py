@@ -12,7 +12,8 @@ A replica is this rank's 1 / L of its node's copy of the parameters, in their dt
 hold, so errors do not accumulate, and all nodes hold the same bits. Writes outside of a step (loading,
 GatheredParameters, safe_set_*) update replicas exactly. What the last hop of the reduction loses is kept as a
 residual, without the loss scale, and committed when the step is applied. Frozen parameters are never sent, nor are
-buckets that no rank used in the step.
+buckets that no rank used in the step. A bucket whose shards differ in length, since an optimizer updates whole tensors
+(Muon), is gathered by one exchange, and never in parts.
 
 Bytes for each parameter and rank beyond stage 3: 2 / L replica, 1 / L residual, and with accumulation 4 / L sums.
 
@@ -27,6 +28,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -110,10 +112,13 @@ class Replica:
 
     def __init__(self, bucket: Bucket, options: GatherOptions, format: str, exchanges: Sequence[int]) -> None:
         self._bucket, self._is_async, self.exchanges = bucket, options.is_async, exchanges
+        topology, sizes = options.topology, bucket.layout.sizes
         self.node = NodeReplica(
-            options.topology, bucket.layout.shard_numel, bucket.dtype, format=format, device=bucket.device
+            topology, bucket.shard_numel, bucket.dtype, format=format, device=bucket.device, shard_sizes=sizes
         )
-        self._ends = [end // options.topology.ranks_per_node for end in accumulate(exchanges)]
+        self._ends = [end // topology.ranks_per_node for end in accumulate(exchanges)]
+        if sizes is not None:  # ranks of the node have parts of their own length, and one exchange
+            self._ends = [self.node.part_numel]
 
     @property
     def nbytes(self) -> int:
@@ -185,10 +190,11 @@ class NodeSumReduction(GradientReduceScatter):
             residual = Residual(
                 self.topology, spans, bucket.layout.numel, numbering="local", device=bucket.device,
                 beta=self.settings.residual_beta, reset_interval=self.settings.residual_reset_interval,
+                shard_sizes=bucket.layout.sizes,
             )  # fmt: skip
             self.residuals.append(residual)
-        numel = bucket.layout.shard_numel
-        self._sums[bucket.index] = NodeSums(self.topology, numel, formats, device=bucket.device, residual=residual)
+        options: dict[str, Any] = {"device": bucket.device, "residual": residual, "shard_sizes": bucket.layout.sizes}
+        self._sums[bucket.index] = NodeSums(self.topology, bucket.shard_numel, formats, **options)
 
     def start(self, grads: BucketGrads, full: Tensor, output: Tensor | None) -> list[Work]:
         """Start reducing ``full`` to ``output``; None: to the node sums."""

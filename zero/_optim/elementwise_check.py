@@ -100,7 +100,7 @@ TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3}
 """Relative to the distance that an element has moved."""
 REMEDY = (
     "ZeRO updates flat shards of tensors, so use an elementwise optimizer (Adam, AdamW, SGD, Adagrad, RMSprop, Lion, "
-    "...); docs/optimizer.md has a list"
+    "...), or one that updates each tensor by itself (Muon, Adafactor, LAMB); docs/optimizer.md has a list"
 )
 
 BY_PARAMETER = frozenset(
@@ -205,7 +205,7 @@ def _problem_of_tensors(subject: _Subject) -> str:
                 failure = error
             else:
                 return trial.problem()
-    return f"a trial step on whole tensors, without a closure, raised {type(failure).__name__}: {failure}"
+    return f"cannot be tried: a step on whole tensors, without a closure, raised {type(failure).__name__}: {failure}"
 
 
 def check_elementwise(optimizer: Optimizer | type[Optimizer], options: Mapping[str, Any], device: torch.device) -> None:

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from zcomm import StateError
 from zero._optim.cpu_optimizer_base import CPUOptimizer
-from zero._optim.masters import MasterPiece, pieces_by_bucket
+from zero._optim.masters import MasterPiece, is_elementwise, pieces_by_bucket
 from zero._optim.several import name_of
 from zero._optim.state_files import LoadedSubGroup, StateFiles
 from zero._optim.step_pieces import numbers_of_groups, step_leaves
@@ -178,7 +178,9 @@ class FileUpdate:
                 if value.data_ptr() != part.moments[name].data_ptr():
                     part.moments[name].copy_(value)
                 kept[name] = placeholder(part.piece.master.shape, value.dtype)
-            elif isinstance(value, Tensor) and (value.numel() == part.master.numel() > 1 or name in named):
+            elif isinstance(value, Tensor) and (
+                name in named or (not part.piece.is_whole and value.numel() > 1 and is_elementwise(part.master, value))
+            ):
                 raise StateError(
                     f"{name_of(self._inner)} keeps {name!r} for each element, which it did not in a trial step: "
                     "the files have no room for it; use offload_optimizer.device 'cpu'"

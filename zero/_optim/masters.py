@@ -81,8 +81,11 @@ class OptimizerStates:
 
 
 def is_elementwise(master: Tensor, value: Tensor) -> bool:
-    """Whether ``value``, a state of ``master``, has a value for each element."""
-    return value.ndim > 0 and value.numel() == master.numel()
+    """Whether ``value``, a state of ``master``, has a value for each element, in its place.
+
+    By shape: a state of a whole tensor may have as many elements by chance, as a factor of a row vector has.
+    """
+    return value.ndim > 0 and value.shape == master.shape
 
 
 def build_pieces(buckets: list[Bucket], stage: Stage) -> list[MasterPiece]:

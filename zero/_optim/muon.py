@@ -7,11 +7,11 @@ hidden states. Source: K. Jordan et al., "Muon: An optimizer for hidden layers i
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import AdamW, Optimizer
 
 from zcomm import ConfigError
@@ -27,6 +27,7 @@ HEADS = ("lm_head", "head", "score", "classifier", "embed_out", "output_projecti
 OF_MUON: dict[str, Any] = {"lr": 0.02, "momentum": 0.95, "weight_decay": 0.0, "nesterov": True, "ns_steps": 5}
 OF_ADAM: dict[str, Any] = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-10, "weight_decay": 0.0}
 """The options of the two in ``optimizer.params``, with DeepSpeed's defaults."""
+OF_BOTH = OF_MUON.keys() | OF_ADAM.keys() | {"params"}
 NS_METHODS = ("gram", "standard")
 """DeepSpeed's names of two ways to compute the same polynomial; here it is computed as torch.optim.Muon does."""
 
@@ -56,9 +57,12 @@ MATRIX = "hidden matrix"
 def split_for_muon(model: nn.Module) -> MuonSplit:
     """Divide the trainable parameters of ``model`` into those for Muon and the others, and log what was done.
 
-    By role: weights of embeddings, output layers (by their name, or because they have as many rows as an embedding or
-    are its weight), vectors, and tensors of more than two dimensions are others. ``param.use_muon``, if it is set,
-    decides instead.
+    By role: weights of embeddings and what is named so, output layers (by their name; or outside of lists of layers
+    with as many rows as the largest embedding; or its weight), vectors, and tensors of more than two dimensions are
+    others. ``param.use_muon``, if it is set, decides instead.
+
+    Raises:
+        ConfigError: ``use_muon`` is true for a parameter that is no matrix.
 
     ::
 
@@ -67,29 +71,31 @@ def split_for_muon(model: nn.Module) -> MuonSplit:
     """
     modules = dict(model.named_modules())
     embeddings = [m.weight for m in modules.values() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]
-    num_rows = {weight.shape[0] for weight in embeddings}
+    num_rows = max((weight.shape[0] for weight in embeddings), default=0)
     roles: dict[str, str] = {}
     found = MuonSplit([], [], roles)
     for name, param in model.named_parameters():
         if param.requires_grad:
-            owner = name.rpartition(".")[0]
-            roles[name] = _role(owner, modules.get(owner), param, set(embeddings), num_rows)
+            module = modules.get(name.rpartition(".")[0])
+            roles[name] = "embedding" if param in set(embeddings) else _role(name, module, param, num_rows)
             (found.matrices if roles[name] == MATRIX else found.others).append(param)
     logger.info("%s", found)
     return found
 
 
-def _role(
-    owner: str, module: nn.Module | None, param: nn.Parameter, embeddings: Collection[Tensor], rows: set[int]
-) -> str:
-    shape = param.shape
+def _role(name: str, module: nn.Module | None, param: nn.Parameter, num_rows: int) -> str:
+    """``num_rows``: of the largest embedding."""
+    shape, path = param.shape, name.lower().split(".")
     if (chosen := getattr(param, "use_muon", None)) is not None:
+        if chosen and len(shape) != 2:
+            raise ConfigError(f"use_muon is true for {name!r} of shape {tuple(shape)}: Muon updates matrices")
         return MATRIX if chosen else "use_muon is False"
-    if param in embeddings:
-        return "embedding"
     if len(shape) != 2:
         return "vector" if len(shape) < 2 else f"{len(shape)} dimensions"
-    if owner.rpartition(".")[2].lower() in HEADS or (isinstance(module, nn.Linear) and shape[0] in rows):
+    if any("embed" in part for part in path) or path[-1].startswith("pos"):
+        return "embedding"
+    is_in_list = any(part.isdigit() for part in path)
+    if path[-2:][0] in HEADS or (not is_in_list and isinstance(module, nn.Linear) and shape[0] == num_rows):
         return "output layer"
     return MATRIX
 
@@ -121,7 +127,7 @@ def build_muon(params: Mapping[str, Any], parameters: Any, matrices: Iterable[nn
             own = [p for p in group["params"] if p.requires_grad and (p in for_muon) is (kind == "muon")]
             options = {**defaults, **{key: given[key] for key in defaults if key in given}}
             options |= {"lr": own_lr[kind]} if own_lr[kind] is not None else {}
-            options |= {key: value for key, value in group.items() if key in defaults}
+            options |= {key: value for key, value in group.items() if key in defaults or key not in OF_BOTH}
             if own:
                 halves[kind].append({**options, "params": own})
     made = [make(halves[kind]) for kind, make in (("muon", cls), ("adam", AdamW)) if halves[kind]]
@@ -133,4 +139,7 @@ def _groups(parameters: Iterable[Any]) -> list[dict[str, Any]]:
     items = list(parameters)
     loose = [item for item in items if not isinstance(item, dict)]
     groups = [{**item, "params": list(item["params"])} for item in items if isinstance(item, dict)]
-    return groups + ([{"params": loose}] if loose else [])
+    groups += [{"params": loose}] if loose else []
+    for group in groups:  # they may be named, as by model.named_parameters()
+        group["params"] = [one[1] if isinstance(one, tuple) else one for one in group["params"]]
+    return groups

@@ -149,4 +149,4 @@ def _moments_of(trial: Optimizer, param: Tensor) -> dict[str, torch.dtype]:
         param.grad = torch.ones_like(param)
         trial.step()
     states = {name: value for name, value in trial.state[param].items() if isinstance(value, Tensor)}
-    return {name: value.dtype for name, value in states.items() if value.ndim and value.numel() == param.numel()}
+    return {name: value.dtype for name, value in states.items() if value.ndim and value.shape == param.shape}

@@ -6,6 +6,7 @@ learning rate schedule and a change of ``param_groups`` see one optimizer; a ste
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -34,7 +35,10 @@ class Several(Optimizer):
                         f"{type(one).__name__}: give each parameter to one"
                     )
             held |= {p: type(one).__name__ for group in one.param_groups for p in group["params"]}
-        super().__init__([group for one in optimizers for group in one.param_groups], {})
+        try:
+            super().__init__([group for one in optimizers for group in one.param_groups], {})
+        except ValueError as error:
+            raise ConfigError(f"the parameter groups of several optimizers do not go together: {error}") from error
         for one in optimizers:
             self.state.update(one.state)
         self.share()
@@ -47,17 +51,32 @@ class Several(Optimizer):
             one.param_groups, one.state = self.param_groups[first:last], self.state
             first = last
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Called by ``load_state_dict`` with new groups and states."""
-        super().__setstate__(state)
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Have every optimizer load its own groups and states: some keep them in dtypes of their own."""
+        groups, states, first = state_dict["param_groups"], state_dict["state"], 0
+        if len(groups) != len(self.param_groups):
+            raise ValueError(f"{len(groups)} parameter groups were saved, and there are {len(self.param_groups)}")
+        loaded: dict[Any, Any] = {}
+        for one in self.optimizers:
+            own = groups[first : first + len(one.param_groups)]
+            numbers = {number for group in own for number in group["params"]}
+            numbered = {number: place for place, number in enumerate(sorted(numbers))}
+            one.load_state_dict({
+                "state": {numbered[number]: state for number, state in states.items() if number in numbers},
+                "param_groups": [{**group, "params": [numbered[n] for n in group["params"]]} for group in own],
+            })  # fmt: skip
+            loaded |= one.state
+            first += len(own)
+        self.param_groups = [group for one in self.optimizers for group in one.param_groups]
+        self.state = defaultdict(dict, loaded)
         self.share()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step every optimizer."""
-        loss = None if closure is None else closure()
+        """Step every optimizer; it takes no closure."""
+        if closure is not None:
+            raise ConfigError("several optimizers have no step with a closure: compute the loss before")
         for one in self.optimizers:
             one.step()
-        return loss
 
 
 def as_one(optimizer: Any) -> Any:
@@ -69,7 +88,8 @@ def as_one(optimizer: Any) -> Any:
     if not isinstance(optimizer, (list, tuple)):
         return optimizer
     if not optimizer or not all(isinstance(one, Optimizer) for one in optimizer):
-        raise ConfigError(f"several optimizers are given as a list of instances: got {optimizer!r:.200}")
+        kinds = ", ".join(one.__name__ if isinstance(one, type) else type(one).__name__ for one in optimizer)
+        raise ConfigError(f"several optimizers are given as a list of instances: got a list of {kinds or 'nothing'}")
     return optimizer[0] if len(optimizer) == 1 else Several(optimizer)
 
 

@@ -107,7 +107,7 @@ class Runtime:
     def _open_gathers(self) -> None:
         options = gather_options(self.settings, self.effective, self.topology)
         tiers, device, plans = self.settings.tiers, self.buckets[0].device, self._plans_of_shards(options)
-        total_numel = sum(bucket.shard_numel for bucket in self.buckets)
+        total_numel = sum(bucket.layout.shard_numel for bucket in self.buckets)
         self.parameter_storage = ParameterStorage(tiers, device, self.topology, plans, total_numel=total_numel)
         self.gatherer = Gatherer(
             self.buckets,
@@ -132,7 +132,7 @@ class Runtime:
             is_encoded = self.settings.quantized_nontrainable_weights and not b.is_trainable
             if not b.is_persistent and (is_off_device or is_encoded):
                 name, cuts, gaps = f"bucket{b.index}", options.columns_of(b), b.layout.gaps_of(b.row)
-                plans[b.index] = ShardPlan(name, b.shard_numel, b.dtype, cuts, gaps, is_encoded)
+                plans[b.index] = ShardPlan(name, b.shard_numel, b.dtype, cuts, gaps, is_encoded, b.layout.shard_numel)
         return plans
 
     def _build(self, plan: ModelPlan) -> None:

@@ -29,9 +29,9 @@ from zero._model.model_checks import check_is_plain
 from zero._model.model_layout import check_model, plan_model
 from zero._optim.cpu_optimizer_base import CPUOptimizer
 from zero._optim.elementwise_check import check_states, updates_tensors
-from zero._optim.masters import Groups, as_groups, build_inner, check_options
+from zero._optim.masters import GivenOptimizer, Groups, as_groups, build_inner, check_options
 from zero._optim.optimizer_clone import check_is_new
-from zero._optim.several import optimizers_of
+from zero._optim.several import as_one, optimizers_of
 from zero._ranks.rank_errors import on_every_rank
 from zero._runtime.runtime import Runtime
 from zero._sharding.bucket import Bucket
@@ -43,19 +43,25 @@ logger = logging.getLogger("zero")
 
 def check_inputs(
     model: nn.Module,
-    optimizer: type[Optimizer] | Optimizer,
+    optimizer: type[Optimizer] | Optimizer | Sequence[Optimizer],
     config: Source | Configuration | None,
     options: dict[str, Any],
     ranks: Topology | dist.ProcessGroup | None,
-) -> ResolvedConfig:
-    """The plan for what a user gave; raises on every rank if it is invalid or ranks differ. Nothing is changed.
+) -> tuple[ResolvedConfig, GivenOptimizer]:
+    """The plan for what a user gave, and several optimizers as one. Nothing is changed.
 
-    Collective over ``ranks``; None: all of torch.distributed.
+    Raises on every rank if something is invalid or ranks differ. Collective over ``ranks``; None: all of
+    torch.distributed.
     """
     given = ranks if isinstance(ranks, Topology) else None
-    plan = on_every_rank(lambda: _understand(model, optimizer, config, options, given), ranks)
-    check_same(model, plan.configuration, optimizer, plan.optimizer_options, ranks)
-    return plan
+
+    def understand() -> tuple[ResolvedConfig, GivenOptimizer]:
+        one: GivenOptimizer = as_one(optimizer)
+        return _understand(model, one, config, options, given), one
+
+    plan, one = on_every_rank(understand, ranks)
+    check_same(model, plan.configuration, one, plan.optimizer_options, ranks)
+    return plan, one
 
 
 def _check_is_unwrapped(model: nn.Module) -> None:
@@ -133,9 +139,9 @@ def _check_takes(optimizer: type[Optimizer], options: dict[str, Any], model: nn.
                 optimizer([torch.empty(param.shape, device="meta")], **options)
             except (ValueError, TypeError, RuntimeError) as error:
                 raise ConfigError(
-                    f"{optimizer.__name__} refuses parameter {name!r} of shape {tuple(param.shape)}: {error}. Give it "
-                    "the parameters that it takes, and another optimizer the others: "
-                    "ZeroOptimizer(model, zero.split_for_muon(model, ...)) or a list of optimizers"
+                    f"{optimizer.__name__} refuses parameter {name!r} of shape {tuple(param.shape)}: {error}. Give a "
+                    "list of two optimizers, it with the parameters that it takes and another one with the others; "
+                    "zero.split_for_muon(model) divides them"
                 ) from error
 
 

@@ -27,7 +27,12 @@ HOST = torch.device("cpu")
 
 def file_nbytes(cuts: Sequence[tuple[int, int]], itemsize: int) -> int:
     """Bytes of the file for a shard that is divided at ``cuts``."""
-    return sum(pages((stop - start) * itemsize) for start, stop in cuts)
+    return sum(_part_nbytes(cut, itemsize) for cut in cuts)
+
+
+def _part_nbytes(cut: tuple[int, int], itemsize: int) -> int:
+    """At least one page: a rank whose shard is empty reads and writes as many parts as the others."""
+    return pages(max((cut[1] - cut[0]) * itemsize, 1))
 
 
 @dataclass(slots=True)
@@ -69,7 +74,7 @@ class FileShard(OnDemandShard):
         self._parts: dict[tuple[int, int], PageRange] = {}
         offset = 0
         for start, stop in cuts:
-            nbytes = pages((stop - start) * shard.element_size())
+            nbytes = _part_nbytes((start, stop), shard.element_size())
             self._parts[start, stop] = PageRange(file, offset, nbytes)
             offset += nbytes
         self._written: dict[tuple[int, int], _Written] = {}

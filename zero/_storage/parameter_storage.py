@@ -42,6 +42,8 @@ class ShardPlan(NamedTuple):
     """Its ranges of padding."""
     is_encoded: bool = False
     """Whether it is stored as INT8, in memory."""
+    mean_numel: int = 0
+    """Elements of a shard on average over the ranks: what is decided by it is the same on all of them."""
 
 
 class ParameterStorage(RuntimePart):
@@ -71,7 +73,7 @@ class ParameterStorage(RuntimePart):
         self._tiers, self._device, self._topology, self._total_numel = tiers, device, topology, total_numel
         self._copies = CopyStream(device)
         self._host = HostBuffers(pins_memory=tiers.pins_memory)
-        self._plans = {index: plan for index, plan in plans.items() if plan.numel}
+        self._plans = {index: plan for index, plan in plans.items() if plan.mean_numel}
         self._in_files = _choose_files(tiers.parameters, self._plans)
         self._files: dict[str, StoredFile] = {}
         self._staging: StagingBuffers | None = None
@@ -185,8 +187,8 @@ def _choose_files(tier: ParameterTier, plans: Mapping[int, ShardPlan]) -> set[in
     for index, plan in plans.items():
         if plan.is_encoded:
             continue
-        if plan.numel <= left:
-            left -= plan.numel
+        if plan.mean_numel <= left:
+            left -= plan.mean_numel
         else:
             chosen.add(index)
     return chosen

@@ -49,20 +49,20 @@ class HostBuffers:
             return sum(b.numel() for b in (*self._free, *self._taken.values()))
 
     def take(self, nbytes: int) -> Tensor:
-        """A uint8 tensor of ``nbytes`` rounded up to whole pages; its contents are undefined.
+        """A uint8 tensor of ``nbytes`` rounded up to whole pages, at least one; its contents are undefined.
 
         Raises:
             MemoryError: There is not enough.
         """
         alignment = int(kernels.native().FILE_ALIGNMENT)
-        nbytes = -(-nbytes // alignment) * alignment
+        nbytes = max(-(-nbytes // alignment), 1) * alignment  # an empty tensor has no address to be known by
         with self._lock:
             fitting = [b for b in self._free if nbytes <= b.numel() <= MAX_WASTE * nbytes]
             if fitting:
                 buffer = min(fitting, key=Tensor.numel)
                 self._free = [b for b in self._free if b is not buffer]
             else:
-                buffer = aligned_bytes(max(nbytes, alignment), is_pinned=self._is_pinned)
+                buffer = aligned_bytes(nbytes, is_pinned=self._is_pinned)
             self._taken[buffer.data_ptr()] = buffer
         return buffer[:nbytes]
 
