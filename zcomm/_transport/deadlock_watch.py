@@ -487,17 +487,19 @@ class DeadlockWatch:
         for key, watched in hops.items():
             if key in known:
                 watched.log.mark_broken(known[key].until, reason)
+        topologies = [topology for one in self._topologies if (topology := one()) is not None]
+        # Now: once all have heard, a rank that was in none of the exchanges may be released, and queue new ones.
+        queued = [work for topology in topologies for work in topology.queue.take_all()]
         try:
             self._await_all_hear()
             abort_diverged_routes(hops, known, reason)
             works = [work for key, one in hops.items() if key in known for work in start_missing(one, known[key])]
-            for reference in self._topologies:
-                if (topology := reference()) is not None:
-                    topology.queue.cancel_all(DivergedError(reason))
-                    skip(topology, {key: known[key].until for key in known.keys() - hops.keys()})
+            for topology in topologies:
+                skip(topology, {key: known[key].until for key in known.keys() - hops.keys()})
         finally:
-            # After cancel_all: a woken thread must not find collectives of the broken sequence in its queue. After
-            # start_missing: D2. If a rank has died, or the store: whatever waits here must get its error all the same.
+            # After start_missing: D2. If a rank or the store has died: what waits here must get its error all the same.
+            for collective in queued:
+                collective.cancel(DivergedError(reason))
             for watched in hops.values():
                 watched.log.missing_started.set()
         self.num_deadlocks, self._last_sample, self.has_reported = self.num_deadlocks + 1, None, False

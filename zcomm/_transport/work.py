@@ -210,6 +210,7 @@ class _QueuedCollective(Work):
         return self._error
 
     def cancel(self, error: BaseException) -> None:
+        """End it with ``error``; it was taken out of its queue and has not started."""
         self._fail(error)
         self._end()
 
@@ -293,9 +294,9 @@ class WorkQueue:
         if not self.is_idle and self._last is not None:
             self._last.wait_until_done()
 
-    def cancel_all(self, error: Exception) -> None:
-        """Fail collectives that have not started yet with ``error``."""
-        _cancel_all(self._queue, error)
+    def take_all(self) -> list[_QueuedCollective]:
+        """Take the collectives that have not started yet out of the queue; the caller must cancel each."""
+        return _take_all(self._queue)
 
     def close(self) -> None:
         """Finish everything submitted and end the thread. May be called repeatedly."""
@@ -316,10 +317,17 @@ def _serve(queue: SimpleQueue[_QueuedCollective | None]) -> None:
 
 
 def _cancel_all(queue: SimpleQueue[_QueuedCollective | None], error: BaseException) -> None:
+    for work in _take_all(queue):
+        work.cancel(type(error)(*error.args))  # one for each: an error keeps the frames in which it was raised
+
+
+def _take_all(queue: SimpleQueue[_QueuedCollective | None]) -> list[_QueuedCollective]:
+    taken: list[_QueuedCollective] = []
     with suppress(Empty):
         while (work := queue.get_nowait()) is not None:
-            work.cancel(type(error)(*error.args))  # one for each: an error keeps the frames in which it was raised
+            taken.append(work)
         queue.put(None)  # the loop took the request to end: put it back
+    return taken
 
 
 def nothing() -> Steps:
