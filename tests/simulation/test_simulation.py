@@ -129,7 +129,7 @@ def test_a_rank_outside_of_a_broken_exchange_starts_none_before_it_has_the_numbe
 
 
 def test_what_is_queued_after_a_deadlock_is_broken_is_not_cancelled_with_it() -> None:
-    """Found by seed 20261129654651: a rank was released from the store, and its watch cancelled its next collectives."""
+    """Found by seed 20261129654651: the watch of a rank that the store released cancelled its next collectives."""
     for seed in (20261129654651, *range(3, 41, 4)):  # which of the calls is one too many: an all-reduce of two hops
         scenario = Scenario("protocols", seed, 4, 2, ("companion", "async"), fault=Fault("extra", 3, 0))
         result = run(scenario)
