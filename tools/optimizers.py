@@ -94,14 +94,20 @@ class Row(NamedTuple):
     """The result of ZeroOptimizer itself on two processes."""
 
     @property
+    def is_measured(self) -> bool:
+        """Whether it could be trained here in both ways."""
+        return re.fullmatch(r"[0-9.e+-]+", self.off) is not None
+
+    @property
     def is_equal(self) -> bool:
         """Whether sharding changes nothing."""
-        return re.fullmatch(r"[0-9.e+-]+", self.off) is not None and float(self.off) < EQUAL
+        return self.is_measured and float(self.off) < EQUAL
 
     @property
     def is_wrong(self) -> bool:
         """Whether it is accepted, but trains differently from one process."""
-        return self.verdict in (ACCEPTED, ACCEPTED_WHOLE) and not (self.is_equal and self.on_ranks in ("", ALIKE))
+        is_other = (self.is_measured and not self.is_equal) or self.on_ranks not in ("", ALIKE)
+        return self.verdict in (ACCEPTED, ACCEPTED_WHOLE) and is_other
 
 
 class Model(nn.Module):
@@ -433,8 +439,9 @@ def page(rows: list[Row]) -> str:
     )
     counts = (
         f"{len(rows)} optimizers: {len(accepted)} accepted, {num_whole} of them for whole tensors; "
-        f"{sum(row.is_wrong for row in rows)} of the accepted train otherwise on ranks; {len(refused)} refused, of "
-        f"which {sum(row.is_equal for row in refused)} train alike on shards: {needless}; "
+        f"{sum(row.is_wrong for row in rows)} of the accepted train otherwise on ranks, "
+        f"{sum(not row.is_measured for row in accepted)} could not be trained on this model; {len(refused)} refused, "
+        f"of which {sum(row.is_equal for row in refused)} train alike on shards: {needless}; "
         f"{len(rows) - len(accepted) - len(refused)} not tried."
     )
     lines = ["# Optimizers", "", text, "", counts, "", f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
