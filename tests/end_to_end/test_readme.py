@@ -28,6 +28,7 @@ EXPECTED = {
         "zero.checkpointing.memory(model)": "host=0, files=0, peak_device=8192, peak_host=24576",
         "engine.save_checkpoint": "resumed from None, now at step 20",
         "steps_per_print": "step=10, skipped=",
+        "zero.split_for_muon": "2 matrices by Muon: 2 tensors are updated as a whole",
     },
     4: {
         'format=("int8", "int4")': "reduce_scatter",

@@ -226,7 +226,7 @@ MUTANTS = [
            _of("zero/test_bytes_by_parameter", "test_bytes_add_up_to_those_of_a_step_on_every_link")),
     Mutant("checkpoint: an optimizer that is half loaded goes on", "zero/_checkpoint/restore.py", "        internals.fail(error)\n", "",
            _of(TOGETHER, "test_a_load_that_fails_half_way_ends_the_optimizer_on_every_rank")),
-    Mutant("states of any form are taken", "zero/_runtime/validate.py", "        check_states(trial, device)\n", "",
+    Mutant("states of any form are taken", "zero/_runtime/validate.py", "    check_states(trial, device, is_whole=is_whole)\n", "",
            _of(CONTENTS, "test_states_that_no_checkpoint_could_hold_are_refused_before_training")),
     Mutant("files: every sub-group counts, not those that were written", "zero/_optim/file_update.py", "self._files.commit(self._done)",
            "self._files.commit(self._files.groups)", _of("zero/test_state_tiers", "test_what_a_step_does_not_use_stays_as_it_is_in_files")),

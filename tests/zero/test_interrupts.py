@@ -8,6 +8,7 @@ calls that still run.
 
 from __future__ import annotations
 
+import linecache
 import sys
 import threading
 import time
@@ -240,6 +241,7 @@ class _InterruptAt:
     def __init__(self, line: int | None) -> None:
         self.left, self.count = line, 0
         self._folder = str(Path(zero.__file__).parent)
+        self._entered: set[tuple[int, int]] = set()  # no frames: they would keep what their locals refer to
 
     def __enter__(self) -> _InterruptAt:
         sys.settrace(self._trace)
@@ -253,10 +255,22 @@ class _InterruptAt:
             return None
         if event == "line":
             self.count += 1
-            if self.count == self.left:
+            if self._leaves_block(frame):  # no signal comes between a block's end and its exit, which frees locks
+                self.left = None if self.left is None else max(self.left, self.count + 1)
+            elif self.count == self.left:
                 sys.settrace(None)
                 raise KeyboardInterrupt
+        if event == "return":
+            self._entered = {at for at in self._entered if at[0] != id(frame)}
         return self._trace
+
+    def _leaves_block(self, frame: FrameType) -> bool:
+        """Whether the line is that of a ``with`` whose block has ended: the second time that it comes."""
+        at = id(frame), frame.f_lineno
+        if not linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith("with "):
+            return False
+        (self._entered.remove if (is_exit := at in self._entered) else self._entered.add)(at)
+        return is_exit
 
 
 def _refused(call: Callable[[], Any]) -> bool:

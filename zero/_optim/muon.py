@@ -72,19 +72,21 @@ def split_for_muon(model: nn.Module) -> MuonSplit:
     modules = dict(model.named_modules())
     embeddings = [m.weight for m in modules.values() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]
     num_rows = max((weight.shape[0] for weight in embeddings), default=0)
+    lists = [f"{name}." for name, module in modules.items() if isinstance(module, nn.ModuleList)]
     roles: dict[str, str] = {}
     found = MuonSplit([], [], roles)
     for name, param in model.named_parameters():
         if param.requires_grad:
-            module = modules.get(name.rpartition(".")[0])
-            roles[name] = "embedding" if param in set(embeddings) else _role(name, module, param, num_rows)
+            module, is_listed = modules.get(name.rpartition(".")[0]), any(name.startswith(each) for each in lists)
+            rows = 0 if is_listed else num_rows
+            roles[name] = "embedding" if param in set(embeddings) else _role(name, module, param, rows)
             (found.matrices if roles[name] == MATRIX else found.others).append(param)
     logger.info("%s", found)
     return found
 
 
 def _role(name: str, module: nn.Module | None, param: nn.Parameter, num_rows: int) -> str:
-    """``num_rows``: of the largest embedding."""
+    """``num_rows``: of the largest embedding; 0 within a list of layers."""
     shape, path = param.shape, name.lower().split(".")
     if (chosen := getattr(param, "use_muon", None)) is not None:
         if chosen and len(shape) != 2:
@@ -94,8 +96,7 @@ def _role(name: str, module: nn.Module | None, param: nn.Parameter, num_rows: in
         return "vector" if len(shape) < 2 else f"{len(shape)} dimensions"
     if any("embed" in part for part in path) or path[-1].startswith("pos"):
         return "embedding"
-    is_in_list = any(part.isdigit() for part in path)
-    if path[-2:][0] in HEADS or (not is_in_list and isinstance(module, nn.Linear) and shape[0] == num_rows):
+    if path[-2:][0] in HEADS or (isinstance(module, nn.Linear) and shape[0] == num_rows):
         return "output layer"
     return MATRIX
 

@@ -165,10 +165,8 @@ class Schedule:
     plan: PrefetchPlan | None = None
     is_following: bool = False
     """Whether this iteration has followed the plan so far. If not, its order makes the next plan."""
-    _recorded: list[int] = field(default_factory=list)
-    """The bucket of each use so far."""
-    _ends: list[int] = field(default_factory=list)
-    """Where each use ended; 0: it has not."""
+    _recorded: list[list[int]] = field(default_factory=list)
+    """The bucket of each use so far, and where the use ended; 0: it has not."""
     _in_use: dict[int, int] = field(default_factory=dict)
 
     @property
@@ -194,8 +192,7 @@ class Schedule:
     def start_use(self, bucket: int) -> tuple[Prefetch, ...]:
         """Record the start of a use of ``bucket``, which must be the expected one; returns what to prefetch now."""
         position = self.position
-        self._recorded.append(bucket)
-        self._ends.append(0)
+        self._recorded.append([bucket, 0])  # at once: an interrupt must not leave half of it
         self._in_use[bucket] = position
         if bucket == END_OF_BACKWARD:
             self.end_use(bucket)
@@ -217,7 +214,7 @@ class Schedule:
         position = self._in_use.pop(bucket, None)
         if position is None:
             return False
-        self._ends[position] = self.position
+        self._recorded[position][1] = self.position
         return self.plan is not None and self.is_following and self.plan.keeps[position]
 
     @property
@@ -227,7 +224,7 @@ class Schedule:
 
     def recorded(self) -> list[Use]:
         """The order of this iteration so far. Uses that have not ended end with the iteration."""
-        return [Use(b, end or self.position) for b, end in zip(self._recorded, self._ends, strict=True)]
+        return [Use(bucket, end or self.position) for bucket, end in self._recorded]
 
     def restart(self, uses: Sequence[Use] | None = None) -> None:
         """Start a new iteration; ``uses``: plan for this order from now on."""
@@ -235,5 +232,4 @@ class Schedule:
             self.plan = make_plan(uses, self.exchanges, self.limits) if uses else None
         self.is_following = self.plan is not None
         self._recorded.clear()
-        self._ends.clear()
         self._in_use.clear()
