@@ -574,5 +574,7 @@ def test_a_failed_call_leaves_the_model_trainable_and_engines_are_modules() -> N
 def test_namespace() -> None:
     assert deepspeed.zero.register_external_parameter is deepspeed.register_external_parameter
     assert deepspeed.zero.GatheredParameters is deepspeed.GatheredParameters
+    if torch.distributed.is_initialized():  # by another test in this process
+        torch.distributed.destroy_process_group()
     with pytest.raises(StateError, match="dist_init_required=False"):
         deepspeed.initialize(model=nn.Linear(2, 2), config={}, dist_init_required=False)
