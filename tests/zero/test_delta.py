@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -146,17 +147,28 @@ def _everything(model: nn.Module, optimizer: ZeroOptimizer) -> dict[str, Tensor]
     return full_values(model) | {"masters": masters}
 
 
+def check_an_overflow_changes_nothing(
+    model: nn.Module,
+    optimizer: ZeroOptimizer,
+    rank: int,
+    everything: Callable[[nn.Module, ZeroOptimizer], dict[str, Tensor]],
+) -> None:
+    """An infinite loss on rank 2: the step is not applied, on any rank."""
+    before = everything(model, optimizer)
+    optimizer.scale(loss_of(model, *batch(7, 0, rank)) * (float("inf") if rank == 2 else 1.0)).backward()
+    optimizer.step()
+    assert not optimizer.was_step_applied
+    optimizer.zero_grad()
+    assert_same_bits(everything(model, optimizer), before)
+
+
 def _check_skipped_and_unused(rank: int) -> None:
     model = new_model(torch.float32, has_unused=True)
     fp16 = {"enabled": True, "initial_scale_power": 10, "hysteresis": 1}
     with zero_optimizer(model, stage=1, fp16=fp16, **MODE) as optimizer:
         train(model, optimizer, rank, steps=2)
+        check_an_overflow_changes_nothing(model, optimizer, rank, _everything)
         before = _everything(model, optimizer)
-        optimizer.scale(loss_of(model, *batch(7, 0, rank)) * (float("inf") if rank == 2 else 1.0)).backward()
-        optimizer.step()
-        assert not optimizer.was_step_applied
-        optimizer.zero_grad()
-        assert_same_bits(_everything(model, optimizer), before)
         with zcomm.traffic() as sent:
             optimizer.step()  # without a gradient nothing changes
         assert sent.bytes(operation="delta_gather") == 0

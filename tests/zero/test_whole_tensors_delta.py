@@ -4,8 +4,8 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,10 @@ import zcomm
 import zero
 from tests.ranks import run_ranks, topology
 from tests.zero.models import as_vector, batch, loss_of, new_model, relative_error
-from tests.zero.test_delta import check_ranks_agree
+from tests.zero.test_delta import check_an_overflow_changes_nothing, check_ranks_agree
 from tests.zero.test_delta_hpz import EXACT, replicas_of, residuals_of
-from tests.zero.test_delta_hpz_state import _everything as everything_of_hpz
+from tests.zero.test_delta_hpz_state import check_goes_on_from_a_checkpoint
+from tests.zero.test_delta_hpz_state import everything_of as everything_of_hpz
 from tests.zero.training import assert_same_bits, full_values, train, zero_optimizer
 from tests.zero.whole_optimizers import BUILDERS, matrices_and_others, train_plainly
 from zero.utils import safe_get_full_fp32_param
@@ -171,12 +172,7 @@ def _check_skipped(rank: int) -> None:
         model = new_model(torch.float32)
         with zero_optimizer(model, BUILDERS["muon"](model), ranks_per_node=2, fp16=fp16, **mode) as optimizer:
             train(model, optimizer, rank, steps=2)
-            before = _everything(model, optimizer)
-            optimizer.scale(loss_of(model, *batch(7, 0, rank)) * (float("inf") if rank == 2 else 1.0)).backward()
-            optimizer.step()
-            assert not optimizer.was_step_applied
-            optimizer.zero_grad()
-            assert_same_bits(_everything(model, optimizer), before)
+            check_an_overflow_changes_nothing(model, optimizer, rank, _everything)
             train(model, optimizer, rank, steps=1)
             assert optimizer.was_step_applied
             _check_ranks(optimizer, model)
@@ -230,25 +226,10 @@ def _residual_sums(optimizer: zero.ZeroOptimizer) -> dict[str, Tensor]:
 
 
 def _save(rank: int, folder: str, mode: dict[str, Any]) -> None:
-    build = BUILDERS["muon"]
-    model, again = (new_model(torch.bfloat16, has_frozen=True, seed=seed) for seed in (0, 5))
-    with zero_optimizer(model, build(model), ranks_per_node=2, **mode) as optimizer:
-        train(model, optimizer, rank, steps=3)
-        zero.save_checkpoint(optimizer, folder, "three")
-        saved, sums, state = full_values(model), _residual_sums(optimizer), copy.deepcopy(optimizer.state_dict())
-        if rank == 0:
-            torch.save({"values": saved, "sums": sums}, Path(folder) / "expected.pt")
-        train(model, optimizer, rank, steps=2)
-        expected = _everything(model, optimizer)
-        optimizer.load_state_dict(state)
-        train(model, optimizer, rank, steps=2)
-        assert_same_bits(_everything(model, optimizer), expected)
-    with zero_optimizer(again, build(again), ranks_per_node=2, **mode) as optimizer:
-        train(again, optimizer, rank, steps=1)
-        zero.load_checkpoint(optimizer, folder)
-        assert_same_bits(full_values(again), saved)
-        train(again, optimizer, rank, steps=2)
-        assert_same_bits(_everything(again, optimizer), expected)
+    def optimizer_for(model: nn.Module) -> AbstractContextManager[zero.ZeroOptimizer]:
+        return zero_optimizer(model, BUILDERS["muon"](model), ranks_per_node=2, **mode)
+
+    check_goes_on_from_a_checkpoint(rank, folder, optimizer_for, _everything, _residual_sums)
 
 
 def _load_elsewhere(rank: int, folder: str, per_node: int, mode: dict[str, Any]) -> None:

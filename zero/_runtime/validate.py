@@ -156,8 +156,8 @@ def described_placement(buckets: Sequence[Bucket]) -> tuple[str, ...]:
     of_ranks = [sum(sizes) for sizes in zip(*dealt, strict=True)]
     share = max(of_ranks) * len(of_ranks) / sum(of_ranks)
     return (
-        f"{len(whole)} tensors are updated as a whole, each by one rank, the fullest of which has {share:.2f} of the "
-        "mean; exchanges send what equal shards would send",
+        f"{len(whole)} tensors are updated as a whole, each by one rank; the largest shard is {share:.2f} times "
+        "the mean",
     )
 
 
