@@ -4,7 +4,8 @@
 
 The arithmetic is N11 of :mod:`zcomm._formats.reference`. A change is much smaller than the weight, and so is the
 quantization error. Shards may differ in length; each row is decoded on its own then
-(:mod:`zcomm._stateful.uneven_state`).
+(:mod:`zcomm._stateful.uneven_state`). With ``format="exact"`` nothing is quantized: the replica has the bits of the
+shards, rounded to its dtype (:mod:`zcomm._stateful.exact_changes`).
 
 Invariants:
     E1  Every rank adds the decoded messages, to its own row as well. So all replicas have the same bits, and each
@@ -32,6 +33,7 @@ from zcomm._collectives.encoder import Encoder, check_random
 from zcomm._formats.formats import FORMATS, Format, codec_for, get_format
 from zcomm._formats.philox import RandomKey
 from zcomm._kernels import kernels
+from zcomm._stateful.exact_changes import EXACT, ExactReplica, SentChanges
 from zcomm._stateful.uneven_state import UnevenReplica, apart
 from zcomm._transport.chunks import chunks_of, pipelined
 from zcomm._transport.route import Group, Route, check_apart, check_arguments, check_flat, find_route, rows_of
@@ -47,7 +49,8 @@ class DeltaGather:
         replica: What every rank holds, floating point, [size * n] contiguous or [size, n] with contiguous rows. Written
             in place; no other memory is kept.
         group: a ProcessGroup (default: all ranks), or a :class:`zcomm.Topology` for two hops.
-        format: of the differences, on all hops: messages are forwarded.
+        format: of the differences, on all hops: messages are forwarded. "exact": without loss, for 16-bit replicas in
+            host memory, contiguous, and not over NCCL; messages are as long as the change is rich.
         numbering: which rank owns which row: "rank" as in torch, or "local" (:mod:`zcomm._transport.topology`).
         over: "world": between all ranks, size = world_size. "nodes": between the ranks of equal local rank, one per
             node, size = num_nodes, rows in node order; ``group`` must be a Topology.
@@ -56,7 +59,7 @@ class DeltaGather:
 
     Raises:
         LayoutError, FormatError, TopologyError: The arguments do not fit.
-        BackendUnavailableError: ``shard_sizes`` with backend "nccl".
+        BackendUnavailableError: ``shard_sizes`` or exact changes with backend "nccl", or exact changes on a GPU.
     """
 
     def __init__(
@@ -71,7 +74,8 @@ class DeltaGather:
     ) -> None:
         (replica,) = check_arguments(group, numbering=numbering, replica=replica)
         check_choice("over", over, ("world", "nodes"), TopologyError)
-        self._format, self._numbering = get_format(format), numbering
+        self._is_exact = format == EXACT
+        self._format, self._numbering = get_format("none" if self._is_exact else format), numbering
         self._route = find_route("delta_gather", group, self._format, first="inter")
         self._route.check_device(replica.device)
         self._rank = self._route.node_rank * self._route.ranks_per_node + self._route.local_rank
@@ -79,12 +83,15 @@ class DeltaGather:
         if over == "nodes":
             self._route = _hop_between_nodes(self._route, group)
         self._uneven: UnevenReplica | None = None
+        self._rows = replica
         if shard_sizes is None:
             self._rows = rows_of("replica", replica, self._route.world_size)
-        else:
+        if shard_sizes is not None or self._is_exact:
             route = self._route if over == "world" else apart(of_all, group, "inter")
-            self._uneven = UnevenReplica(replica, route, numbering, shard_sizes, is_whole=over == "world")
-            self._rows = replica
+            sizes = [self._rows.shape[1]] * of_all.world_size if shard_sizes is None else shard_sizes
+            flat = replica if replica.ndim == 1 or not replica.is_contiguous() else replica.view(-1)
+            kind = ExactReplica if self._is_exact else UnevenReplica
+            self._uneven = kind(flat, route, numbering, sizes, is_whole=over == "world")
         codec_for(self._format, self._rows.dtype)
         self._work: Work | None = None
         self.is_valid = False
@@ -103,6 +110,11 @@ class DeltaGather:
     @property
     def _own_row(self) -> int:
         return self._route.own_row(self._numbering if len(self._route.hops) == 2 else "rank")
+
+    @property
+    def sent_changes(self) -> SentChanges:
+        """What exact changes have cost so far: bytes of content and of capacity, and second exchanges."""
+        return self._uneven.sent if isinstance(self._uneven, ExactReplica) else SentChanges()
 
     def refresh(self, shard: Tensor, *, async_op: bool = False) -> Work | None:
         """Send ``shard`` itself, rounded to the replica's dtype. Collective.
@@ -157,7 +169,7 @@ class DeltaGather:
         (shard,) = check_arguments(None, async_op=async_op, shard=shard)
         check_flat("shard", shard)
         codec_for(self._format, shard.dtype)
-        numel = self._rows.shape[1] if self._uneven is None else self._uneven.held.numel()
+        numel = self.held.numel()
         if shard.numel() != numel or shard.device != self._rows.device:
             raise LayoutError(
                 f"shard must be as long as its row of the replica, on its device: numel={shard.numel()} on "
@@ -172,9 +184,8 @@ class DeltaGather:
         has_any = shard.numel() if self._uneven is None else self._uneven.numel_of_all
         steps = self._invalidate_on_error(steps if has_any else nothing())
         with nullcontext() if self._uneven is None else self._uneven.among_equals():
-            self._work = run(
-                steps, shard, self._rows, async_op=async_op, queue=route.queue, num_exchanges=len(route.hops)
-            )
+            num_exchanges = (1 + self._is_exact) * len(route.hops)
+            self._work = run(steps, shard, self._rows, async_op=async_op, queue=route.queue, num_exchanges=num_exchanges)
         return self._work
 
     def _invalidate_on_error(self, steps: Steps) -> Steps:

@@ -6,8 +6,8 @@
     update(shard)       between the ranks of equal local rank: the difference to the replica, in few bits
     refresh(shard)      between the same ranks: the shard itself, exactly
 
-Updates are those of :class:`zcomm.DeltaGather`: all nodes hold the same bits, and errors do not accumulate. Reading the
-replica waits for an update in flight. Shards may differ in length (:mod:`zcomm._stateful.uneven_state`).
+Updates are those of :class:`zcomm.DeltaGather`: all nodes hold the same bits, and errors do not accumulate (with
+``format="exact"`` there are none). Reading the replica waits for an update in flight. Shards may differ in length (:mod:`zcomm._stateful.uneven_state`).
 
 Called by an optimizer that shards parameters, from one thread: gathers in forward and backward, one update per step.
 """
@@ -26,6 +26,7 @@ from zcomm._formats.message import MessageInfo
 from zcomm._formats.philox import RandomKey
 from zcomm._residuals.buffer_layout import as_shard_sizes
 from zcomm._stateful.delta_gather import DeltaGather
+from zcomm._stateful.exact_changes import SentChanges
 from zcomm._stateful.uneven_state import check_own_size
 from zcomm._transport import backend
 from zcomm._transport.debug import compare_calls
@@ -44,7 +45,7 @@ class NodeReplica:
         topology: Nodes and ranks.
         shard_numel: Elements n of every shard.
         dtype: Of the replica, floating point.
-        format: Of the differences between nodes.
+        format: Of the differences between nodes, as for :class:`zcomm.DeltaGather`; "exact": without loss.
         device: Of the replica.
         shard_sizes: Elements of every rank's shard, numbered local, where shards differ; ``shard_numel`` is this rank's
             then, and the replica is flat: its shards side by side. None: all have n elements. Not over NCCL.
@@ -98,6 +99,12 @@ class NodeReplica:
         """What every node holds of this rank's shard, [n]. Waits for an update in flight."""
         self.wait()
         return self._delta.held
+
+    @property
+    def sent_changes(self) -> SentChanges:
+        """As :attr:`zcomm.DeltaGather.sent_changes`. Waits for an update in flight."""
+        self.wait()
+        return self._delta.sent_changes
 
     @property
     def nbytes(self) -> int:

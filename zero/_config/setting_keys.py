@@ -8,6 +8,8 @@ from zcomm._transport.backend_choice import BackendWish, KernelsName
 from zero._config.keys import key, limit
 
 MODES = ("delta_hpz", "delta")
+EXACT = "exact"
+CHANGES = ("quantized", EXACT)
 REDUCE_OPS = ("mean", "sum")
 
 
@@ -100,6 +102,14 @@ class WireSettings:
         "delta_hpz: stage 3, with a replica of the parameters in every node; gradients cross the network in 4 bits, "
         "too, once a step and not per micro-batch",
         choices=MODES,
+    )
+    changes: str = key(
+        "quantized",
+        "what a mode sends of the parameters after a step. quantized: their change in weight_format (default int4). "
+        "exact: their change without loss, so that replicas have the bits of the rounded masters; 16-bit parameters on "
+        "CPUs. It costs what int4 does at usual learning rates of pretraining, and less at lower ones",
+        choices=CHANGES,
+        active_if="delta, delta_hpz",
     )
     residual_beta: float = key(
         1.0,

@@ -12,7 +12,7 @@ from zcomm._collectives.auto_format import AUTO
 from zcomm._residuals.residual import check_damping
 from zcomm._transport.backend_choice import BackendName, BackendWish, KernelsName  # noqa: F401  (inherited fields)
 from zero._config.keys import key, own_keys
-from zero._config.setting_keys import REDUCE_OPS, StageSettings, WireSettings
+from zero._config.setting_keys import EXACT, REDUCE_OPS, StageSettings, WireSettings
 from zero._config.value_types import check_document, nearest, read_value
 from zero._sharding.layout import ALIGN
 from zero._sharding.prefetch_plan import Limits
@@ -107,7 +107,7 @@ class Effective:
     mode_text: str = ""
     """What it does."""
     change_format: str | None = None
-    """The format of parameters' deltas, in modes that send those; None: parameters are sent."""
+    """The format of parameters' deltas, in modes that send those, or "exact"; None: parameters are sent."""
     align: int
     """Elements that parameters and shards are aligned to."""
     topology: str
@@ -127,6 +127,16 @@ class Effective:
     def with_notes(self, *, details: tuple[str, ...] = (), inactive: tuple[str, ...] = ()) -> Effective:
         """The same with more notes."""
         return replace(self, details=self.details + details, inactive=self.inactive + inactive)
+
+    @property
+    def sends_exact_changes(self) -> bool:
+        """Whether replicas have the bits of the rounded masters."""
+        return self.change_format == EXACT
+
+    @property
+    def is_inexact(self) -> bool:
+        """Whether forward reads values that must not be saved: quantized weights, or sums of quantized deltas."""
+        return self.weight_format != "none" or not (self.change_format is None or self.sends_exact_changes)
 
     def __str__(self) -> str:
         grads = "parameter dtype" if self.gradient_formats is None else " -> ".join(self.gradient_formats)
@@ -153,6 +163,8 @@ def resolve(settings: ZeroSettings, topology: Topology) -> Effective:
     if not stage.shards_states and (weights != "none" or is_quantized):
         inactive.append("quantized weights and gradients (stage 0 has no sharded exchange; set stage 1, 2 or 3)")
         weights, gradients = "none", None if is_quantized else gradients
+    if settings.mode is None and settings.changes == EXACT:
+        inactive.append("changes='exact' (without a mode parameters are sent, not their changes)")
     if settings.mode != "delta_hpz" and (settings.residual_beta != 1 or settings.residual_reset_interval):
         inactive.append("residual_beta, residual_reset_interval (only mode='delta_hpz' keeps residuals)")
     has_secondary = _secondary(settings, topology, stage, inactive)

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from zcomm import ConfigError, Topology, get_format
+import torch
+
+from zcomm import ConfigError, LayoutError, Topology, get_format
+from zero._config.setting_keys import EXACT
 from zero._config.settings import Effective, ZeroSettings, resolve
 from zero._gather.gather_sources import BucketSources, DeltaReceiver, GatherOptions
 from zero._modes.mode import Mode
@@ -26,16 +29,28 @@ class DeltaMode(Mode):
         if requested := [what for what, is_requested in refused.items() if is_requested]:
             raise ConfigError(f"mode={self.name!r} is not combined with {'; '.join(requested)}: leave out one of them")
         if topology.num_nodes == 1:
-            effective = resolve(replace(settings, mode=None, weight_format=None), topology)
+            effective = resolve(replace(settings, mode=None, weight_format=None, changes="quantized"), topology)
             return effective.with_notes(inactive=(f"mode={self.name!r} (one node: nothing crosses a network)",))
-        changes, inactive = settings.weight_format or CHANGE_FORMAT, list[str]()
+        changes, inactive = self._changes(settings), list[str]()
         if settings.quantized_weights:
             inactive.append(f"quantized_weights (mode={self.name!r}: deltas of parameters are sent, as {changes})")
         remaining = replace(settings, weight_format="none", quantized_weights=False)
-        self.check_rounding(changes)
+        if changes != EXACT:
+            self.check_rounding(changes)
         effective = resolve(self.remaining(remaining, inactive), topology)
         effective = replace(effective, mode=self.name, mode_text=self.text(changes), change_format=changes)
         return effective.with_notes(inactive=tuple(inactive))
+
+    def _changes(self, settings: ZeroSettings) -> str:
+        """The format of deltas."""
+        if settings.changes == "quantized":
+            return settings.weight_format or CHANGE_FORMAT
+        if settings.weight_format is not None:
+            raise ConfigError(
+                f"changes={EXACT!r} sends deltas without loss, and weight_format={settings.weight_format!r} with: leave "
+                "out one of them"
+            )
+        return EXACT
 
     def check_rounding(self, *formats: str) -> None:
         """Refuse formats that do not round to nearest."""
@@ -56,6 +71,8 @@ class DeltaMode(Mode):
         raise NotImplementedError
 
     def sources(self, buckets: Sequence[Bucket], options: GatherOptions, effective: Effective) -> BucketSources:
+        if effective.sends_exact_changes:
+            _check_exact(buckets)
         sources = super().sources(buckets, options, effective).sources
         changes = effective.change_format or CHANGE_FORMAT
         made = {b.index: self.receiver(b, s, options, changes) for b, s in zip(buckets, sources, strict=True)}
@@ -64,3 +81,15 @@ class DeltaMode(Mode):
     def receiver(self, bucket: Bucket, source: object, options: GatherOptions, format: str) -> DeltaReceiver | None:
         """What the deltas of ``bucket`` are added to; None: its parameters themselves are sent."""
         raise NotImplementedError
+
+
+def _check_exact(buckets: Sequence[Bucket]) -> None:
+    """Raise LayoutError unless the deltas of ``buckets`` can be sent without loss. The same on every rank."""
+    for bucket in buckets:
+        is_served = bucket.dtype in (torch.bfloat16, torch.float16) and bucket.device.type == "cpu"
+        if bucket.is_trainable and not is_served:
+            raise LayoutError(
+                f"changes={EXACT!r} serves bfloat16 and float16 parameters on CPUs: parameter "
+                f"{bucket.layout.slots[0].name!r} is {bucket.dtype} on {bucket.device.type}; cast the model, or leave "
+                "out changes"
+            )

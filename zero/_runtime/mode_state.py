@@ -2,6 +2,7 @@
 
 With ``mode="delta"`` the full parameters are replicas, and there are no residuals. Without this state a restarted
 run would train on, but with other bits: its replicas would be the masters rounded once, not the sum of sent changes.
+With exact changes both are the same, and replicas are not saved.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class ModeState(RuntimePart):
     """The replicas and residuals of one model; in other modes there are none.
 
     Args:
-        buckets: The buckets of the model.
+        buckets: Those whose replicas differ from the rounded masters.
         gatherer: Has what receives the changes of their masters.
         residuals: This rank's residuals, one for each trainable bucket.
         write_back: Gives replicas other values than the masters'.
@@ -41,7 +42,7 @@ class ModeState(RuntimePart):
         self.residuals, self.set_replicas, self._is_log_rank = residuals, write_back.set_replicas, gatherer.is_log_rank
 
     def replica_shards(self) -> dict[Bucket, Tensor]:
-        """The replicas' values of this rank's shard of every trainable bucket."""
+        """The replicas' values of this rank's shard of every trainable bucket whose replica differs from the master."""
         return {bucket: replica.held for bucket, replica in self._replicas.items()}
 
     def held(self) -> dict[str, int]:
@@ -53,7 +54,7 @@ class ModeState(RuntimePart):
         Raises:
             StateError: There are gradients of a step that is not applied.
         """
-        if not self._replicas:
+        if not self._replicas and not self.residuals:
             return None
         return {
             "replicas": {bucket.index: values.clone() for bucket, values in self.replica_shards().items()},
@@ -62,8 +63,9 @@ class ModeState(RuntimePart):
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> list[Bucket]:
         self.reset_residuals()
-        if state is not None and self._replicas:
-            self.set_replicas({bucket: state["replicas"][bucket.index] for bucket in self._replicas})
+        if state is not None:
+            saved = state["replicas"]
+            self.set_replicas({b: saved[b.index] for b in self._replicas if b.index in saved})
             for residual, saved in zip(self.residuals, state["residuals"], strict=True):
                 residual.load_state_dict(saved)
         return []

@@ -65,8 +65,7 @@ class Runtime:
         plan = on_every_rank(lambda: plan_model(model, settings, topology, whole), topology)
         self.effective, self.buckets = plan.effective, plan.buckets
         self.stage = self.effective.stage
-        self.is_inexact = self.effective.weight_format != "none" or self.effective.change_format is not None
-        """Whether forward reads values that must not be saved: quantized weights, or replicas."""
+        self.is_inexact = self.effective.is_inexact
         check_ranks_agree(self.buckets, settings, topology)
         self.since_ns = time.time_ns()  # when this state was constructed or last loaded
         self.state_dicts: StateDictHooks
@@ -145,7 +144,7 @@ class Runtime:
             bucket.partition(full, self.stage, self.parameter_storage, **keeps)
 
         partition_model(self.model, self.buckets, topology, partition)
-        if self.is_inexact:
+        if self.is_inexact or self.gatherer.replicas:
             read = (b for b in self.buckets if exact or b.is_persistent or b.index in self.gatherer.replicas)
             self.write_back([b for b in read if b.dtype.is_floating_point])
         self._write_back.debug_copies.remember(self.buckets)
@@ -159,7 +158,8 @@ class Runtime:
 
         self.reducer = on_every_rank(new_reducer, topology)
         residuals = self.reducer.reduction.residuals
-        self.mode_state = ModeState(self.buckets, self.gatherer, residuals, self._write_back)
+        saved = [] if self.effective.sends_exact_changes else self.buckets
+        self.mode_state = ModeState(saved, self.gatherer, residuals, self._write_back)
         self.hooks = Hooks(self.gatherer, self.reducer, self.stage)
         self._attach()
         self.hooks.install(self.model, plan.units, plan.buckets_of_unit)

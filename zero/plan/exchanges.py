@@ -38,9 +38,9 @@ def kernel_nbytes(model: Model, exchanges: Exchanges, num_micro: int = 1) -> flo
     on_wire = _wire_nbytes(first, exchanges.gradient_dtype)
     reductions = num_micro if effective.stage.reduces_every_micro_batch else 1
     found = reductions * (of_gradient + 2 * on_wire) * numel
-    if effective.change_format is not None:
+    if exchanges.change_wire is not None:
         decoded = numel if exchanges.mode.deltas_over == "world" else numel / exchanges.shape.ranks_per_node
-        found += (_wire_nbytes(effective.change_format, torch.float32) + 2 * of_gather) * decoded
+        found += (_wire_nbytes(exchanges.change_wire, torch.float32) + 2 * of_gather) * decoded
     elif effective.weight_format != "none":
         gathers = 1 if effective.has_secondary or not effective.stage.shards_parameters else 2 * num_micro
         found += gathers * (_wire_nbytes(effective.weight_format, exchanges.dtype) + of_gather) * numel

@@ -1,0 +1,238 @@
+"""Exact changes: replicas have the bits of the shards, whatever changes, and whatever capacity messages have."""
+
+# covers zcomm/_stateful/exact_changes.py
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import date
+from itertools import accumulate, pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import zcomm
+from tests.ranks import ranks_over, run_ranks, topology
+from tests.zcomm.test_checked import VICTIM, checking, flipped_bit
+from tests.zcomm.test_delta import _owners
+from zcomm import BackendUnavailableError, DamagedError, DeltaGather, FormatError, LayoutError, NodeReplica, StateError
+from zcomm._stateful import exact_changes
+
+SEED = date.today().toordinal()
+PLACES = [(1, 1), (2, 1), (2, 2), (3, 1), (4, 2), (4, 4)]
+"""Ranks, and how many of them are in a node."""
+KINDS = ("small", "none", "large", "any bits", "one", "small")
+"""What happens to a shard in each step. Large changes do not fit into the capacity that small ones leave."""
+
+
+def _changed(shard: Tensor, kind: str, generator: torch.Generator) -> Tensor:
+    if kind == "none":
+        return shard.clone()
+    if kind == "any bits":  # not-a-numbers and infinities with their payloads, both zeros, subnormals
+        return torch.randint(-(2**15), 2**15, shard.shape, generator=generator).to(torch.int16).view(shard.dtype)
+    if kind == "one":
+        changed = shard.clone()
+        changed[:1] = 7.0
+        return changed
+    size = {"small": 1e-3, "large": 10.0}[kind]
+    finite = shard.float().nan_to_num(0, 1, -1).clamp(-1, 1)
+    return (finite + size * torch.randn(shard.shape, generator=generator)).to(shard.dtype)
+
+
+def _gathered(shard: Tensor, world_size: int) -> list[Tensor]:
+    """The bits of every rank's shard, by torch.distributed alone."""
+    found: list[Any] = [None] * world_size
+    dist.all_gather_object(found, shard.view(torch.int16).numpy())
+    return [torch.from_numpy(bits) for bits in found]
+
+
+def _sizes(world_size: int) -> list[Sequence[int] | None]:
+    return [None, [300, 0, 1, 3333][:world_size], [0, 0, 40, 300][-world_size:]]
+
+
+def _check_bits(rank: int, per_node: int, seed: int) -> None:
+    t = topology(per_node)
+    generator = torch.Generator().manual_seed(seed + rank)
+    for over, numbering, dtype in (("world", "rank", torch.bfloat16), ("nodes", "local", torch.float16)):
+        owners = _owners(t.world_size, per_node, numbering)
+        for sizes in _sizes(t.world_size):
+            row = owners.index(rank)
+            numel = 1000 if sizes is None else sizes[row]
+            held = [row for row, owner in enumerate(owners) if over == "world" or owner % per_node == t.local_rank]
+            replica = torch.zeros(sum(1000 if sizes is None else sizes[i] for i in held), dtype=dtype)
+            gather = DeltaGather(
+                replica, t, format="exact", numbering=numbering, over=over, shard_sizes=sizes  # type: ignore[arg-type]
+            )
+            shard = torch.randn(numel, generator=generator).to(dtype)
+            gather.refresh(shard)
+            for step, kind in enumerate(KINDS):
+                shard = _changed(shard, kind, generator)
+                work = gather.update(shard, async_op=step % 2 == 1)
+                if work is not None:
+                    work.wait()
+                of_ranks = _gathered(shard, t.world_size)
+                expected = torch.cat([of_ranks[owners[i]] for i in held])
+                assert torch.equal(replica.view(torch.int16), expected), (over, sizes, kind)
+                assert torch.equal(gather.held.view(torch.int16), of_ranks[rank])
+
+
+@pytest.mark.parametrize(("world_size", "per_node"), PLACES)
+def test_replicas_have_the_bits_of_the_shards(world_size: int, per_node: int) -> None:
+    print(f"seed {SEED}")
+    run_ranks(world_size, _check_bits, per_node, SEED)
+
+
+def _check_over_a_process_group(rank: int) -> None:
+    replica = torch.zeros(4, 500, dtype=torch.bfloat16)
+    gather = DeltaGather(replica, None, format="exact")
+    values = torch.linspace(-1, 1 + rank, 500)
+    gather.refresh(values)
+    for factor in (1.01, 100.0, 1.5):
+        values = values * factor  # float32: rounded to the replica's dtype
+        work = gather.update(values, async_op=True)
+        assert work is not None
+        work.wait()
+    of_ranks = _gathered(values.bfloat16(), 4)
+    assert torch.equal(replica.view(torch.int16), torch.stack(of_ranks))
+
+
+def test_float32_shards_are_rounded_once() -> None:
+    run_ranks(4, _check_over_a_process_group)
+
+
+# Capacities.
+
+
+def _stream(rank: int, numel: int, num_steps: int) -> list[Tensor]:
+    """Weights under changes of one size."""
+    generator = torch.Generator().manual_seed(rank)
+    values, found = torch.randn(numel, generator=generator), []
+    for _ in range(num_steps):
+        values = values + 1e-3 * torch.randn(numel, generator=generator)
+        found.append(values.bfloat16())
+    return found
+
+
+def _check_capacities(rank: int) -> None:
+    t, numel, found = topology(2), 20_000, []
+    margins = (exact_changes.MARGIN, -0.5, 3.0)  # as it is; nothing fits; everything does
+    usual = exact_changes.MARGIN
+    for margin in margins:
+        exact_changes.MARGIN = margin
+        gather = DeltaGather(torch.zeros(4 * numel, dtype=torch.bfloat16), t, format="exact")
+        first, *others = _stream(rank, numel, 8)
+        gather.refresh(first)
+        bits = []
+        for values in others:
+            gather.update(values)
+            bits.append(gather.replica.clone())
+        found.append((bits, gather.sent_changes))
+    exact_changes.MARGIN = usual
+    (bits, sent), (short_bits, short), (long_bits, long) = found
+    for other in (short_bits, long_bits):
+        assert all(torch.equal(a, b) for a, b in zip(bits, other, strict=True))
+    assert short.second_exchanges == len(bits)
+    assert long.second_exchanges == 0
+    assert sent.content == short.content == long.content
+    assert short.capacity == short.content  # what is left is sent as long as it is
+    assert sent.second_exchanges <= 1  # the first message, whose length nothing predicts
+
+
+def test_bits_do_not_depend_on_capacities() -> None:
+    run_ranks(4, _check_capacities)
+
+
+def _check_margin(rank: int) -> None:
+    """Counted bytes are those of capacities, and these are at most 2 % more than the messages."""
+    t, numel = topology(2), 20_000
+    gather = NodeReplica(t, numel, torch.bfloat16, format="exact")
+    first, second, *others = _stream(rank, numel, 20)
+    gather.refresh(first)
+    gather.update(second)
+    before = gather.sent_changes
+    with zcomm.traffic() as sent:
+        for values in others:
+            gather.update(values)
+    after = gather.sent_changes
+    content, capacity = after.content - before.content, after.capacity - before.capacity
+    assert content <= capacity <= 1.02 * content
+    assert sent.bytes(link="inter") == sent.bytes(format="exact") == capacity
+    assert after.second_exchanges == before.second_exchanges
+
+
+def test_the_margin_is_small() -> None:
+    run_ranks(4, _check_margin)
+
+
+def _check_growing(rank: int) -> None:
+    """Changes that grow steadily, as in a warm-up, fit after the first two."""
+    numel = 20_000
+    gather = DeltaGather(torch.zeros(2 * numel, dtype=torch.bfloat16), None, format="exact")
+    generator = torch.Generator().manual_seed(rank)
+    values = torch.randn(numel, generator=generator)
+    gather.refresh(values)
+    counts = []
+    for step in range(1, 30):
+        values = values + 1e-5 * step * torch.randn(numel, generator=generator)
+        gather.update(values.bfloat16())
+        counts.append(gather.sent_changes.second_exchanges)
+    assert counts[-1] - counts[3] <= 2, list(accumulate(b - a for a, b in pairwise(counts)))
+
+
+def test_growing_changes_fit() -> None:
+    run_ranks(2, _check_growing)
+
+
+# What goes wrong.
+
+
+def _check_damage(rank: int) -> None:
+    """The same error on every rank, and the next call must be a refresh."""
+    t, usual = topology(2), exact_changes.FIRST_BITS_PER_ELEMENT
+    exact_changes.FIRST_BITS_PER_ELEMENT = 1  # so that something is left after the first exchange
+    first, second, third = _stream(rank, 800, 3)
+    with checking():
+        gather = DeltaGather(torch.zeros(4 * 800, dtype=torch.bfloat16), t, format="exact")
+        gather.refresh(first)
+        for nth in (1, 2, 3, 4):  # two exchanges on each hop
+            with flipped_bit(nth if rank == VICTIM else 0, at=20), pytest.raises(DamagedError) as error:
+                gather.update(second if nth % 2 else third)
+            texts: list[Any] = [None] * 4
+            dist.all_gather_object(texts, str(error.value))
+            assert len(set(texts)) == 1, texts
+            with pytest.raises(StateError, match="refresh"):
+                gather.update(third)
+            gather.refresh(first)
+        gather.update(second)
+    exact_changes.FIRST_BITS_PER_ELEMENT = usual
+    expected = torch.stack(_gathered(second, 4))
+    assert torch.equal(gather.replica.view(4, -1).view(torch.int16), expected)
+
+
+def test_damage_is_the_same_error_on_every_rank() -> None:
+    run_ranks(4, _check_damage)
+
+
+def test_what_is_refused() -> None:
+    one = zcomm.Topology.single()
+    with pytest.raises(FormatError, match="16-bit"):
+        DeltaGather(torch.zeros(8), one, format="exact")
+    with pytest.raises(LayoutError):
+        DeltaGather(torch.zeros(1, 8, dtype=torch.bfloat16)[:, :4].expand(1, 4).t(), one, format="exact")
+    with pytest.raises(BackendUnavailableError, match="host memory"):
+        DeltaGather(torch.zeros(8, dtype=torch.bfloat16, device="meta"), one, format="exact")
+    with pytest.raises(FormatError, match="exact"):
+        zcomm.all_gather_single(torch.zeros(8), torch.zeros(8), format="exact")
+
+
+def _check_refused_over_nccl(rank: int) -> None:
+    with pytest.raises(BackendUnavailableError):
+        DeltaGather(torch.zeros(16, dtype=torch.bfloat16), topology(1), format="exact")
+
+
+def test_it_is_refused_over_nccl() -> None:
+    with ranks_over("nccl"):
+        run_ranks(2, _check_refused_over_nccl)

@@ -1,0 +1,268 @@
+"""``changes="exact"``: whatever happens, what forward reads are the masters, rounded once, on every rank."""
+
+# covers zero/_modes/deltas.py zero/_runtime/mode_state.py zero/_config/setting_keys.py
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW, Muon
+
+import zcomm
+import zero
+from tests.ranks import run_ranks, topology
+from tests.zero.models import batch, groups_of, loss_of, new_model
+from tests.zero.test_delta import check_an_overflow_changes_nothing, check_ranks_agree
+from tests.zero.test_delta_hpz import check_nodes_agree
+from tests.zero.training import assert_same_bits, full_values, train, zero_optimizer
+from tests.zero.whole_optimizers import matrices_and_others
+from zcomm import ConfigError, LayoutError
+from zero import ZeroOptimizer
+from zero.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
+
+HPZ: dict[str, Any] = {"stage": 3, "mode": "delta_hpz"}
+DELTAS: list[dict[str, Any]] = [{"stage": stage, "mode": "delta"} for stage in (1, 2)]
+MODES = [*DELTAS, HPZ]
+EXACT: dict[str, Any] = {"changes": "exact"}
+
+
+def _check(model: nn.Module, optimizer: ZeroOptimizer, *, has_equal_shards: bool = True) -> None:
+    """Parameters are the rounded masters, on every rank."""
+    for (name, value), param in zip(full_values(model).items(), model.parameters(), strict=True):
+        master = safe_get_full_fp32_param(param)
+        assert master is not None
+        assert torch.equal(value, master.to(param.dtype)), name
+    if optimizer.effective.mode == "delta":
+        check_ranks_agree(optimizer)
+    elif has_equal_shards:
+        check_nodes_agree(optimizer)
+
+
+def _adam(model: nn.Module) -> Any:
+    return AdamW(groups_of(model), lr=1e-2)
+
+
+def _muon(model: nn.Module) -> Any:
+    matrices, others = matrices_and_others(model)
+    return [Muon(matrices, lr=2e-3), AdamW(others, lr=1e-3)]
+
+
+def _check_steps(rank: int, per_node: int) -> None:
+    for mode in MODES:
+        for build, dtype in ((_adam, torch.bfloat16), (_muon, torch.bfloat16), (_adam, torch.float16)):
+            model = new_model(dtype, has_frozen=True, has_unused=True)
+            with zero_optimizer(
+                model, build(model), ranks_per_node=per_node, gradient_accumulation_steps=2, **mode, **EXACT
+            ) as optimizer:
+                assert optimizer.effective.sends_exact_changes
+                for _ in range(4):
+                    train(model, optimizer, rank, steps=1, num_micro=2, max_norm=0.5, uses_no_sync=True)
+                    _check(model, optimizer, has_equal_shards=build is _adam)
+
+
+@pytest.mark.parametrize(("world_size", "per_node"), [(2, 1), (3, 1), (4, 2)])
+def test_after_each_step_forward_reads_the_rounded_masters(world_size: int, per_node: int) -> None:
+    run_ranks(world_size, _check_steps, per_node)
+
+
+# Nothing is lost: the bits of plain training.
+
+
+def _values_after(rank: int, steps: int, check: Callable[..., None] | None = None, **options: Any) -> dict[str, Tensor]:
+    model = new_model(torch.bfloat16, has_unused=True)
+    with zero_optimizer(model, ranks_per_node=2, **options) as optimizer:
+        for step in range(steps):
+            optimizer.scale(loss_of(model, *batch(step, 0, rank))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if check is not None and step % 20 == 0:
+                check(model, optimizer)
+        masters = {n: safe_get_full_fp32_param(p) for n, p in model.named_parameters()}
+        return full_values(model) | {f"{name} (master)": m for name, m in masters.items() if m is not None}
+
+
+def _check_plain_bits(rank: int, steps: int) -> None:
+    exact = _values_after(rank, steps, _check, gradient_format=("none", "none"), **HPZ, **EXACT)
+    assert_same_bits(exact, _values_after(rank, steps, stage=3, gradient_format=("none", "none")))
+    for stage in (1, 2):
+        assert_same_bits(
+            _values_after(rank, steps, stage=stage, mode="delta", **EXACT), _values_after(rank, steps, stage=stage)
+        )
+
+
+def test_with_unquantized_gradients_it_has_the_bits_of_plain_training() -> None:
+    run_ranks(4, _check_plain_bits, 6)
+
+
+@pytest.mark.long
+def test_after_two_thousand_steps_too() -> None:
+    run_ranks(4, _check_plain_bits, 2000)
+
+
+# Everything else that changes masters.
+
+
+def _check_writes(rank: int) -> None:
+    for mode in (DELTAS[0], HPZ):
+        model = new_model(torch.bfloat16)
+        with zero_optimizer(model, ranks_per_node=2, **mode, **EXACT) as optimizer:
+            train(model, optimizer, rank, steps=2)
+            with zero.GatheredParameters(list(model.parameters()), modifier_rank=1), torch.no_grad():
+                model.blocks[0].mlp[0].weight.mul_(1.7)
+            _check(model, optimizer)
+            param = model.blocks[0].mlp[0].weight
+            master = safe_get_full_fp32_param(param)
+            assert master is not None
+            safe_set_full_fp32_param(param, master * 1.001)
+            _check(model, optimizer)
+            train(model, optimizer, rank, steps=2)
+            _check(model, optimizer)
+            before = full_values(model)
+            average = zero.MovingAverage(optimizer, 0.9)
+            train(model, optimizer, rank, steps=1)
+            average.update()
+            trained = full_values(model)
+            with average.applied():
+                _check(model, optimizer)
+            assert_same_bits(full_values(model), trained)
+            assert any(not torch.equal(before[name], trained[name]) for name in before)
+
+
+def _check_overflow(rank: int) -> None:
+    fp16 = {"enabled": True, "initial_scale_power": 10, "hysteresis": 1}
+
+    def everything(model: nn.Module, optimizer: ZeroOptimizer) -> dict[str, Tensor]:
+        return full_values(model)
+
+    for mode in (DELTAS[1], HPZ):
+        model = new_model(torch.float32)
+        with zero_optimizer(model, ranks_per_node=2, fp16=fp16, **mode, **EXACT) as optimizer:
+            train(model, optimizer, rank, steps=2)
+            check_an_overflow_changes_nothing(model, optimizer, rank, everything)
+            train(model, optimizer, rank, steps=1)
+            _check(model, optimizer)
+
+
+def test_writes_averages_and_skipped_steps() -> None:
+    run_ranks(4, _check_writes)
+    run_ranks(4, _check_overflow)
+
+
+def _check_offload(rank: int, folder: str) -> None:
+    def values(**options: Any) -> dict[str, Tensor]:
+        model = new_model(torch.bfloat16, has_unused=True)
+        inner = zero.CPUAdam(groups_of(model), lr=1e-2)
+        with zero_optimizer(model, inner, ranks_per_node=2, **HPZ, **EXACT, **options) as optimizer:
+            for _ in range(3):
+                train(model, optimizer, rank, steps=1)
+                _check(model, optimizer)
+            return full_values(model)
+
+    host = values(offload_optimizer={"device": "cpu"})
+    assert_same_bits(values(offload_optimizer={"device": "nvme", "nvme_path": folder}), host)
+
+
+def test_offloaded_states(tmp_path: Path) -> None:
+    run_ranks(4, _check_offload, str(tmp_path))
+
+
+def _check_resumed(rank: int, folder: str, mode: dict[str, Any]) -> None:
+    """Checkpoints of exact and of quantized changes are loaded by both; exact ones are then exact at once."""
+    for saves in (EXACT, {}):
+        tag = "exact" if saves else "quantized"
+        model = new_model(torch.bfloat16, has_frozen=True)
+        with zero_optimizer(model, ranks_per_node=2, **mode, **saves) as optimizer:
+            train(model, optimizer, rank, steps=3)
+            zero.save_checkpoint(optimizer, folder, tag)
+            state = optimizer.state_dict()
+            train(model, optimizer, rank, steps=2)
+            expected = full_values(model)
+            optimizer.load_state_dict(state)
+            train(model, optimizer, rank, steps=2)
+            assert_same_bits(full_values(model), expected)
+        for loads in (EXACT, {}):
+            again = new_model(torch.bfloat16, has_frozen=True, seed=5)
+            with zero_optimizer(again, ranks_per_node=2, **mode, **loads) as optimizer:
+                zero.load_checkpoint(optimizer, folder, tag)
+                if loads:
+                    _check(again, optimizer)
+                train(again, optimizer, rank, steps=2)
+                if loads == saves:
+                    assert_same_bits(full_values(again), expected)
+                if loads:
+                    _check(again, optimizer)
+
+
+@pytest.mark.parametrize("mode", [DELTAS[0], HPZ], ids=["delta", "delta_hpz"])
+def test_checkpoints(mode: dict[str, Any], tmp_path: Path) -> None:
+    run_ranks(4, _check_resumed, str(tmp_path), mode)
+
+
+def _check_saved_tensors(rank: int, folder: str) -> None:
+    """Replicas that are the rounded masters take no room in a checkpoint."""
+    from zero._checkpoint.index import read_index
+
+    for name, options in (("exact", EXACT), ("quantized", {})):
+        model = new_model(torch.bfloat16)
+        with zero_optimizer(model, ranks_per_node=2, **HPZ, **options) as optimizer:
+            train(model, optimizer, rank, steps=1)
+            zero.save_checkpoint(optimizer, folder, name)
+        keys = read_index(Path(folder) / name).tensors
+        assert any(key.startswith("replica/") for key in keys) is (name == "quantized")
+
+
+# Bytes.
+
+
+def _check_bytes(rank: int) -> None:
+    """At a low learning rate it sends less than in 4 bits; no gradient formats differ."""
+    found = {}
+    for changes in ("quantized", "exact"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256)).bfloat16()
+        inner = AdamW(model.parameters(), lr=1e-5)
+        with zero_optimizer(model, inner, ranks_per_node=2, **HPZ, changes=changes) as optimizer:
+            for step in range(6):
+                if step == 3:
+                    counts = zcomm.traffic()
+                    counts.__enter__()
+                x = torch.randn(8, 256, generator=torch.Generator().manual_seed(step + 10 * rank)).bfloat16()
+                model(x).float().square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            full_values(model)
+            counts.__exit__(None, None, None)
+        found[changes] = counts.bytes(link="inter", operation="delta_gather")
+    assert 0 < found["exact"] < 0.5 * found["quantized"], found
+
+
+def test_at_low_learning_rates_it_sends_less() -> None:
+    run_ranks(4, _check_bytes)
+
+
+# Bad input.
+
+
+def _check_refused(rank: int) -> None:
+    for options in (HPZ, DELTAS[0]):
+        with pytest.raises(LayoutError, match=r"changes='exact' serves bfloat16 .* 'embedding.weight' is torch.float32"):
+            ZeroOptimizer(new_model(), AdamW, topology=topology(1), **options, **EXACT)
+        with pytest.raises(ConfigError, match="changes='exact' .* weight_format='int4'"):
+            ZeroOptimizer(
+                new_model(torch.bfloat16), AdamW, topology=topology(1), weight_format="int4", **options, **EXACT
+            )
+    with pytest.raises(ConfigError, match="changes"):
+        ZeroOptimizer(new_model(), AdamW, topology=topology(1), changes="lossless", **HPZ)
+    with zero_optimizer(new_model(torch.bfloat16), stage=3, ranks_per_node=1, **EXACT) as optimizer:
+        assert "inactive: changes='exact' (without a mode" in str(optimizer.effective)
+    with zero_optimizer(new_model(torch.bfloat16), ranks_per_node=2, **HPZ, **EXACT) as optimizer:
+        assert "inactive: mode='delta_hpz' (one node" in str(optimizer.effective)
+
+
+def test_what_is_refused() -> None:
+    run_ranks(2, _check_refused)
