@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -179,7 +180,7 @@ def _check_resumed(rank: int, folder: str, mode: dict[str, Any]) -> None:
         with zero_optimizer(model, ranks_per_node=2, **mode, **saves) as optimizer:
             train(model, optimizer, rank, steps=3)
             zero.save_checkpoint(optimizer, folder, tag)
-            state = optimizer.state_dict()
+            state = copy.deepcopy(optimizer.state_dict())
             train(model, optimizer, rank, steps=2)
             expected = full_values(model)
             optimizer.load_state_dict(state)
@@ -250,9 +251,9 @@ def test_at_low_learning_rates_it_sends_less() -> None:
 
 def _check_refused(rank: int) -> None:
     for options in (HPZ, DELTAS[0]):
-        with pytest.raises(LayoutError, match=r"changes='exact' serves bfloat16 .* 'embedding.weight' is torch.float32"):
+        with pytest.raises(LayoutError, match=r"changes='exact' serves bfloat16 .* is torch\.float32"):
             ZeroOptimizer(new_model(), AdamW, topology=topology(1), **options, **EXACT)
-        with pytest.raises(ConfigError, match="changes='exact' .* weight_format='int4'"):
+        with pytest.raises(ConfigError, match=r"changes='exact' .* weight_format='int4'"):
             ZeroOptimizer(
                 new_model(torch.bfloat16), AdamW, topology=topology(1), weight_format="int4", **options, **EXACT
             )

@@ -184,8 +184,8 @@ class DeltaGather:
         has_any = shard.numel() if self._uneven is None else self._uneven.numel_of_all
         steps = self._invalidate_on_error(steps if has_any else nothing())
         with nullcontext() if self._uneven is None else self._uneven.among_equals():
-            num_exchanges = (1 + self._is_exact) * len(route.hops)
-            self._work = run(steps, shard, self._rows, async_op=async_op, queue=route.queue, num_exchanges=num_exchanges)
+            count = (1 + self._is_exact) * len(route.hops)
+            self._work = run(steps, shard, self._rows, async_op=async_op, queue=route.queue, num_exchanges=count)
         return self._work
 
     def _invalidate_on_error(self, steps: Steps) -> Steps:

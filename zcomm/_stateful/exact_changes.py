@@ -1,4 +1,4 @@
-"""Exact changes: replicas equal to the shards bit for bit, since a change is sent in units in the last place, without loss.
+"""Exact changes: replicas equal to the shards bit for bit. A change is sent in units in the last place, without loss.
 
     new shard, own row --encode--> message --exchange--> messages --decode--> rows
 
@@ -24,13 +24,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from zcomm._base.pending import Pending
 from zcomm._collectives.encoder import Encoder
 from zcomm._formats.message import MessageInfo
 from zcomm._kernels import ulps
 from zcomm._stateful.uneven_state import UnevenReplica
 from zcomm._transport import backend
 from zcomm._transport.backend import UNEVEN_GATHER
-from zcomm._base.pending import Pending
 from zcomm._transport.route import Route
 from zcomm._transport.topology import Numbering
 from zcomm._transport.work import Steps
@@ -90,6 +90,7 @@ class ExactReplica(UnevenReplica):
 
     def update_steps(self, shard: Tensor, encoder: Encoder) -> Steps:
         """Send the change of ``shard`` against this rank's row, and apply all that arrive. Messages are forwarded."""
+        del encoder  # nothing is rounded
         shard = shard.to(self._replica.dtype)
         own, message = self._shards.own, torch.empty(0, dtype=torch.uint8)
         if shard.numel():

@@ -7,7 +7,8 @@
     refresh(shard)      between the same ranks: the shard itself, exactly
 
 Updates are those of :class:`zcomm.DeltaGather`: all nodes hold the same bits, and errors do not accumulate (with
-``format="exact"`` there are none). Reading the replica waits for an update in flight. Shards may differ in length (:mod:`zcomm._stateful.uneven_state`).
+``format="exact"`` there are none). Reading the replica waits for an update in flight. Shards may differ in length
+(:mod:`zcomm._stateful.uneven_state`).
 
 Called by an optimizer that shards parameters, from one thread: gathers in forward and backward, one update per step.
 """

@@ -65,6 +65,7 @@ CONDITIONS = {
     "offload_optimizer nvme": _zero(
         lambda z: z.offload_optimizer.device == "nvme", "offload_optimizer.device is not nvme"
     ),
+    "a mode": Condition(lambda c: c.zcomm.mode is not None, "zcomm.mode is not set"),
     "delta_hpz": Condition(lambda c: c.zcomm.mode == "delta_hpz", "zcomm.mode is not delta_hpz"),
     "delayed update": Condition(
         lambda c: c.zcomm.delayed_update and c.zero_optimization.offload_optimizer.device != "none",

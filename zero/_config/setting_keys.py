@@ -109,7 +109,7 @@ class WireSettings:
         "exact: their change without loss, so that replicas have the bits of the rounded masters; 16-bit parameters on "
         "CPUs. It costs what int4 does at usual learning rates of pretraining, and less at lower ones",
         choices=CHANGES,
-        active_if="delta, delta_hpz",
+        active_if="a mode",
     )
     residual_beta: float = key(
         1.0,

@@ -47,8 +47,8 @@ class DeltaMode(Mode):
             return settings.weight_format or CHANGE_FORMAT
         if settings.weight_format is not None:
             raise ConfigError(
-                f"changes={EXACT!r} sends deltas without loss, and weight_format={settings.weight_format!r} with: leave "
-                "out one of them"
+                f"changes={EXACT!r} sends deltas without loss, weight_format={settings.weight_format!r} does not: "
+                "leave out one of them"
             )
         return EXACT
 
