@@ -1,0 +1,138 @@
+"""Changes in ulps come back bit for bit, cost little more than their entropy, and damage is refused."""
+
+# covers zcomm/_kernels/ulps.py zcomm/_formats/ulps_reference.py
+
+from __future__ import annotations
+
+import datetime
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from zcomm import LayoutError, MessageError
+from zcomm._formats import ulps_reference
+from zcomm._kernels import ulps
+
+SEED = int(datetime.datetime.now(datetime.UTC).strftime("%Y%m%d"))
+
+
+def _bits(tensor: Tensor) -> np.ndarray:
+    return tensor.view(torch.int16).numpy().view(np.uint16)
+
+
+def _tensor(bits: np.ndarray, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.from_numpy(bits.astype(np.uint16).view(np.int16).copy()).view(dtype)
+
+
+def _order(bits: np.ndarray) -> np.ndarray:
+    """Integers in the order of the values; -0 is -1."""
+    wide = bits.astype(np.int64)
+    return np.where(wide < 0x8000, wide, 0x7FFF - wide)
+
+
+def _changed(old: np.ndarray, ulps_of_change: np.ndarray) -> np.ndarray:
+    order = (_order(old) + ulps_of_change + 0x8000) % 0x10000 - 0x8000
+    return np.where(order >= 0, order, 0x7FFF - order).astype(np.uint16)
+
+
+def _entropy_nbytes(new: np.ndarray, old: np.ndarray) -> float:
+    difference = (_order(new) - _order(old)) % 0x10000
+    share = np.unique(difference, return_counts=True)[1] / difference.size
+    return float(-(share * np.log2(share)).sum()) * difference.size / 8
+
+
+def _message(new: Tensor, old: Tensor) -> Tensor:
+    message = torch.full((ulps.max_message_nbytes(new.numel()),), 0xA5, dtype=torch.uint8)
+    used = ulps.encode(new, old, message)
+    assert used % 4 == 0
+    assert (message[used:] == 0xA5).all()
+    assert ulps.message_nbytes(message[: ulps.HEAD_NBYTES]) == used
+    return message[:used].clone()
+
+
+def _round_trip(new: np.ndarray, old: np.ndarray) -> Tensor:
+    message, values = _message(_tensor(new), _tensor(old)), _tensor(old)
+    ulps.decode(message, values)
+    np.testing.assert_array_equal(_bits(values), new)
+    return message
+
+
+def _steps(draw: np.random.Generator, numel: int) -> dict[str, np.ndarray]:
+    """Changes in ulps."""
+    signs = draw.choice([-1, 1], numel)
+    return {
+        "none": np.zeros(numel, np.int64),
+        "one": (np.arange(numel) == numel // 2).astype(np.int64),
+        "all one": np.ones(numel, np.int64),
+        "rare": np.where(draw.random(numel) < 0.0055, signs, 0),
+        "sparse": np.where(draw.random(numel) < 0.05, signs * draw.geometric(0.7, numel), 0),
+        "few": np.where(draw.random(numel) < 0.07, signs * draw.geometric(0.7, numel), 0),
+        "narrow": np.rint(draw.laplace(0, 0.4, numel)).astype(np.int64),
+        "laplace": np.rint(draw.laplace(0, 5, numel)).astype(np.int64),
+        "wide": np.rint(draw.laplace(0, 100, numel)).astype(np.int64),
+        "heavy": np.clip(np.rint(draw.standard_cauchy(numel) * 3), -40000, 40000).astype(np.int64),
+        "any": draw.integers(-32768, 32768, numel),
+    }
+
+
+NAMES = list(_steps(np.random.default_rng(0), 1))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("numel", [0, 1, 2, 31, 32, 33, 1000, 5001])
+def test_every_bit_comes_back(name: str, numel: int) -> None:
+    draw = np.random.default_rng([SEED, numel])
+    old = draw.integers(0, 1 << 16, numel).astype(np.uint16)
+    message = _round_trip(_changed(old, _steps(draw, numel)[name]), old)
+    assert message.numel() <= 1.01 * 2 * numel + 64, SEED
+
+
+def test_every_pair_of_odd_bit_patterns_comes_back() -> None:
+    odd = np.array([0, 1, 0x8000, 0x8001, 0x7F80, 0xFF80, 0x7FC1, 0xFFFF, 0x7FFF, 0x3F80, 0x7C00, 0xFC00], np.uint16)
+    old, new = (part.reshape(-1) for part in np.meshgrid(odd, odd))
+    _round_trip(np.tile(new, 30), np.tile(old, 30))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_message_costs_little_more_than_its_entropy(name: str) -> None:
+    draw = np.random.default_rng([SEED, 3])
+    old = (draw.standard_normal(1 << 19).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+    new = _changed(old, _steps(draw, old.size)[name])
+    message = _round_trip(new, old)
+    assert message.numel() <= 1.02 * _entropy_nbytes(new, old) + 512, SEED
+
+
+def test_damage_is_refused() -> None:
+    draw = np.random.default_rng([SEED, 4])
+    old = draw.integers(0, 1 << 16, 4000).astype(np.uint16)
+    message = _message(_tensor(_changed(old, _steps(draw, old.size)["laplace"])), _tensor(old))
+    for _ in range(200):
+        damaged = message.clone()
+        damaged[draw.integers(message.numel())] ^= 1 << int(draw.integers(8))
+        values = _tensor(old)
+        with pytest.raises(MessageError):
+            ulps.decode(damaged, values)
+        np.testing.assert_array_equal(_bits(values), old)
+    for short in (0, 1, ulps.HEAD_NBYTES, message.numel() - 1):
+        with pytest.raises(MessageError):
+            ulps.decode(message[:short], _tensor(old))
+    with pytest.raises(MessageError, match="as many elements"):
+        ulps.decode(message, _tensor(old[1:]))
+    ulps.decode(torch.cat([message, message]), _tensor(old))
+
+
+def test_wrong_tensors_are_refused() -> None:
+    values, message = torch.zeros(8, dtype=torch.bfloat16), torch.zeros(200, dtype=torch.uint8)
+    for new, old in (
+        (values, values.half()),
+        (values[:4], values),
+        (values[::2], values[:4]),
+        (values.float(), values),
+    ):
+        with pytest.raises(LayoutError):
+            ulps.encode(new, old, message)
+    with pytest.raises(LayoutError, match="room"):
+        ulps.encode(values, values, message[:30])
+    assert ulps_reference.encode(values, values, message) == ulps.HEAD_NBYTES + 4
