@@ -115,7 +115,8 @@ ZCOMM_ULPS void ScaleCounts(const std::uint32_t* counts, std::uint32_t num_symbo
   for (std::uint32_t s = 0; s < num_symbols; ++s) total += counts[s];
   std::uint32_t sum = 0;
   for (std::uint32_t s = 0; s < num_symbols; ++s) {
-    const auto scaled = static_cast<std::uint32_t>((static_cast<std::uint64_t>(counts[s]) * kScale + total / 2) / total);
+    const auto scaled =
+        static_cast<std::uint32_t>((static_cast<std::uint64_t>(counts[s]) * kScale + total / 2) / total);
     frequency[s] = counts[s] > 0 && scaled == 0 ? 1U : scaled;
     sum += frequency[s];
   }

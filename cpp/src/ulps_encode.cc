@@ -184,8 +184,8 @@ class SparseChunk {
     std::uint32_t states[kSparseLanes];
     std::fill_n(states, kSparseLanes, kLowestState);
     std::vector<std::uint16_t> words(2 * places_.size());
-    const auto first_word = static_cast<std::size_t>(Encode(gaps, changes, states, words.data() + words.size()) -
-                                                     words.data());
+    const auto first_word =
+        static_cast<std::size_t>(Encode(gaps, changes, states, words.data() + words.size()) - words.data());
     const std::size_t num_words = words.size() - first_word;
     std::uint8_t head[8 + 2 * kMaxTableNbytes + 3] = {};
     StoreU32(head, static_cast<std::uint32_t>(places_.size()));

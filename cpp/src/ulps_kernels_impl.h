@@ -164,8 +164,7 @@ bool Apply(const std::uint8_t* symbols, std::uint32_t direct, std::size_t numel,
     bits.buffer >>= width;
     bits.num_bits -= width;
     // Less the change that the loop below adds.
-    values[i] = static_cast<std::uint16_t>(
-        Order((Order(values[i]) + Unzigzag(z) - Unzigzag(symbols[i])) & 0xFFFFU));
+    values[i] = static_cast<std::uint16_t>(Order((Order(values[i]) + Unzigzag(z) - Unzigzag(symbols[i])) & 0xFFFFU));
     return true;
   });
   *extra = bits;

@@ -36,10 +36,9 @@ inline std::size_t SymbolsOfGroup(const std::uint16_t* new_bits, const std::uint
   const __m256i packed = _mm256_packus_epi16(_mm256_min_epu16(first, most), _mm256_min_epu16(second, most));
   __m256i bytes = _mm256_permute4x64_epi64(packed, 0xD8);
   if (_mm256_movemask_epi8(bytes) != 0) {
-    const __m256i coarse = JoinBytes(CoarseSymbols(_mm256_castsi256_si128(first)),
-                                     CoarseSymbols(_mm256_extracti128_si256(first, 1)),
-                                     CoarseSymbols(_mm256_castsi256_si128(second)),
-                                     CoarseSymbols(_mm256_extracti128_si256(second, 1)));
+    const __m256i coarse =
+        JoinBytes(CoarseSymbols(_mm256_castsi256_si128(first)), CoarseSymbols(_mm256_extracti128_si256(first, 1)),
+                  CoarseSymbols(_mm256_castsi256_si128(second)), CoarseSymbols(_mm256_extracti128_si256(second, 1)));
     bytes = _mm256_blendv_epi8(bytes, coarse, bytes);
   }
   StoreVector(symbols, bytes);
@@ -127,8 +126,7 @@ struct Round {
     const __m256i twice = _mm256_add_epi32(state, state);
     const __m256i even = _mm256_srli_epi64(_mm256_mul_epu32(twice, reciprocal), 32);
     const __m256i odd = _mm256_mul_epu32(_mm256_srli_epi64(twice, 32), _mm256_srli_epi64(reciprocal, 32));
-    const __m256i quotient =
-        _mm256_srlv_epi32(_mm256_blend_epi32(even, odd, 0xAA), _mm256_srli_epi32(packed, 25));
+    const __m256i quotient = _mm256_srlv_epi32(_mm256_blend_epi32(even, odd, 0xAA), _mm256_srli_epi32(packed, 25));
     const __m256i before = _mm256_and_si256(_mm256_srli_epi32(packed, 13), _mm256_set1_epi32(kScale - 1));
     const __m256i others = _mm256_sub_epi32(_mm256_set1_epi32(kScale), frequency);
     *states = _mm256_add_epi32(_mm256_add_epi32(state, before), _mm256_mullo_epi32(quotient, others));
