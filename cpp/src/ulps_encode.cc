@@ -69,17 +69,20 @@ struct Counts {
 std::size_t WordsNbytes(std::uint64_t num_bits) { return static_cast<std::size_t>((num_bits + 31) / 32 * 4); }
 std::size_t UpTo4(std::size_t nbytes) { return (nbytes + 3) / 4 * 4; }
 
-// Four tables, because an increment waits for the last one of the same counter.
+// Eight tables, because an increment waits for the last one of the same counter.
 void CountSymbols(const std::uint8_t* symbols, std::size_t numel, std::uint32_t* counts) {
-  std::uint32_t parts[4][256] = {};
+  constexpr std::size_t kTables = 8;
+  std::uint32_t parts[kTables][256] = {};
   std::size_t i = 0;
-  for (; i + 8 <= numel; i += 8) {
+  for (; i + kTables <= numel; i += kTables) {
     std::uint64_t eight = 0;
     std::memcpy(&eight, symbols + i, sizeof(eight));
-    for (int k = 0; k < 8; ++k) ++parts[k % 4][eight >> (8 * k) & 0xFF];
+    for (std::size_t k = 0; k < kTables; ++k) ++parts[k][eight >> (8 * k) & 0xFF];
   }
   for (; i < numel; ++i) ++parts[0][symbols[i]];
-  for (int s = 0; s < 256; ++s) counts[s] = parts[0][s] + parts[1][s] + parts[2][s] + parts[3][s];
+  for (const auto& part : parts) {
+    for (std::size_t s = 0; s < 256; ++s) counts[s] += part[s];
+  }
 }
 
 // 0: not smaller than raw.
@@ -91,10 +94,7 @@ std::size_t EncodeDense(const Values& values, std::size_t numel, const std::uint
   EncodeEntry entries[kMaxSymbols] = {};
   table.FillEntries(entries);
   EncodeTable by_symbol;
-  for (std::uint32_t s = 0; s < kMaxSymbols; ++s) {
-    by_symbol.reciprocal[s] = entries[Coarser(s, direct)].reciprocal;
-    by_symbol.packed[s] = entries[Coarser(s, direct)].packed;
-  }
+  for (std::uint32_t s = 0; s < kMaxSymbols; ++s) by_symbol.entries[s] = entries[Coarser(s, direct)];
   const std::size_t extra_nbytes = WordsNbytes(counts.num_extra_bits);
   if (extra_nbytes >= RawNbytes(numel)) return 0;
   std::uint8_t* end = out + (RawNbytes(numel) - extra_nbytes);
