@@ -217,6 +217,7 @@ def _decode_dense(reader: _Reader, numel: int) -> Integers:
 
 def _decode_sparse(reader: _Reader, numel: int) -> Integers:
     num_changes, num_words = struct.unpack("<II", reader.take(8))
+    _check(num_changes <= numel, f"changes must be at most as many as elements: {num_changes}, {numel}")
     gap_table = _unpack_table(reader, GAP_SYMBOLS)
     direct, value_table = _unpack_changes_table(reader)
     reader.align()
