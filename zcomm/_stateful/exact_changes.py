@@ -41,7 +41,7 @@ EXACT = "exact"
 FIRST_BITS_PER_ELEMENT = 5
 """Of the first message after a refresh, whose length nothing predicts: between 4, of a first step at a usual learning
 rate, and 6."""
-MARGIN = 1 / 64
+MARGIN = 1 / 80
 ALIGN = 16
 
 
@@ -133,8 +133,7 @@ class ExactReplica(UnevenReplica):
             return 0
         last, before = self._lengths.get(row, (0, 0))
         expected = last or numel * FIRST_BITS_PER_ELEMENT // 8
-        if last > before * (1 + MARGIN):  # not a fluctuation: they grow, as in a warm-up
-            expected += last - before
+        expected += max(last - before, 0)  # they may go on growing, as in a warm-up
         with_margin = -(-int(expected * (1 + MARGIN)) // ALIGN) * ALIGN
         return min(max(with_margin, ulps.HEAD_NBYTES), ulps.max_message_nbytes(numel))
 
