@@ -91,11 +91,10 @@ class DeltaHpz(DeltaMode):
         return NodeSumReduction(topology, settings, effective)
 
     def memory(self, shape: MemoryShape) -> dict[str, float]:
-        per_node = shape.ranks_per_node
         return {
-            "secondary partition": shape.param_nbytes * shape.numel / per_node,
-            "residuals": (1 + 2 / 256) * shape.trainable / per_node,
-            "sums of the node": 4 * shape.trainable / per_node if shape.sums_gradients else 0,
+            "secondary partition": shape.param_nbytes * shape.node_numel,
+            "residuals": (1 + 2 / 256) * shape.node_trainable,
+            "sums of the node": 4 * shape.node_trainable if shape.sums_gradients else 0,
         }
 
     def schedule(self, stage: Stage, num_micro: int, *, has_secondary: bool) -> StepSchedule:
