@@ -21,7 +21,7 @@ from zero._config.settings import Effective, ZeroSettings
 from zero._model.init_shards import is_built
 from zero._modes import resolve_mode
 from zero._sharding.bucket import Bucket, is_managed
-from zero._sharding.layout import BucketLayout, group_consecutive
+from zero._sharding.layout import ALIGN, BucketLayout, group_consecutive
 from zero._sharding.placement import PlacedTensor, place, work_of
 from zero._sharding.units import Unit, by_kind, find_units
 from zero._storage.tier_settings import Tier
@@ -91,6 +91,28 @@ def layouts_of(
     ]
 
 
+def layouts_of_units(
+    units: list[Unit], whole: Collection[nn.Parameter], topology: Topology, *, merged_numel: int, deals: bool
+) -> list[tuple[BucketLayout, bool]]:
+    """The same of these units, of which those of up to ``merged_numel`` elements share buckets.
+
+    ``deals``: whether shards are divided.
+    """
+    contents = [_contents(run, set(whole)) for run in _runs_of(units, merged_numel)]
+    rows = _rows_of(contents, topology) if deals else {}
+    return [
+        (_layout(content, rows, topology.world_size, ALIGN), content.named[0][1].requires_grad)
+        for of_run in contents
+        for content in of_run
+    ]
+
+
+def _runs_of(units: list[Unit], merged_numel: int) -> list[list[Unit]]:
+    """Consecutive units that share exchanges."""
+    numels = [sum(param.numel() for _, param in unit.parameters) for unit in units]
+    return [[units[i] for i in run] for run in group_consecutive(numels, merged_numel)]
+
+
 class Division(NamedTuple):
     """A model divided into what buckets hold."""
 
@@ -108,9 +130,7 @@ def _divide(
     model: nn.Module, settings: ZeroSettings, effective: Effective, topology: Topology, whole: Collection[nn.Parameter]
 ) -> Division:
     units, persistent = _cut_into_units(model, settings, effective)
-    numels = [sum(param.numel() for _, param in unit.parameters) for unit in units]
-    runs = [[units[i] for i in run] for run in group_consecutive(numels, numel_to_merge(settings, effective))]
-    runs.insert(0, [persistent])
+    runs = [[persistent], *_runs_of(units, numel_to_merge(settings, effective))]
     contents = [_contents(run, set(whole)) for run in runs]
     deals = effective.stage.shards_states and topology.world_size > 1
     return Division(units, runs, contents, _rows_of(contents, topology) if deals else {})
