@@ -7,6 +7,7 @@ from typing import Any
 
 import deepspeed
 import torch
+from deepspeed.utils import safe_get_full_fp32_param
 from torch import Tensor
 from torch.optim import AdamW
 
@@ -47,6 +48,7 @@ def build(
         config["optimizer"] = {"type": "Muon", "params": params | {"ns_method": "standard", "torch_adam": True}}
     else:
         optimizer = AdamW(setup.model.parameters(), lr=setup.learning_rate, fused=True)
+    parameters = list(setup.model.parameters())
     engine, *_ = deepspeed.initialize(model=setup.model, optimizer=optimizer, config=config)
 
     def step(tokens: Tensor, targets: Tensor) -> Tensor:
@@ -58,4 +60,4 @@ def build(
             total += loss.detach() / accumulation
         return total
 
-    return Contender(step, accumulation, engine.destroy)
+    return Contender(step, accumulation, engine.destroy, lambda: map(safe_get_full_fp32_param, parameters))
