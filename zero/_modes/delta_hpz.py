@@ -203,7 +203,8 @@ class NodeSumReduction(GradientReduceScatter):
         else:
             scale = 1.0 if self.loss_scale is None or self.is_unscaled else self.loss_scale.scale
             if self.loss_scale is None and sums.residual is not None:
-                sums.residual.set_loss_scale(self._scaling.current_scale())  # that of the user's own GradScaler
+                # That of the user's own GradScaler.
+                sums.residual.set_loss_scale(self._scaling.current_scale(grads.bucket.index))
             work = sums.reduce(output, full, scale=scale, async_op=self.is_async)
         return [] if work is None else [work]
 
