@@ -21,6 +21,7 @@ from comparison.records import Run, Store, System
 from contenders.catalogue import COMPARED, ENTRIES, build
 from contenders.contender import Contender
 from contenders.job import add_shape, new_setup
+from contenders.one_process import OneProcess
 from contenders.turn import take_steps
 from tqdm import tqdm
 
@@ -61,6 +62,7 @@ class Rounds:
         self._run.tokens = topology.world_size * arguments.batch_size * arguments.seq_length
         self._contenders: dict[str, Contender] = {}
         self._errors: dict[str, str] = {}
+        self._one_process: dict[tuple[int, bool], OneProcess] = {}
 
     def run_all(self) -> None:
         """Build every system and run it once to warm up, as it allocates then; then run the rounds.
@@ -84,6 +86,9 @@ class Rounds:
                         bar.set_postfix_str(name)
                         self._try(name, partial(self._run_steps, name, is_counted=True))
                         bar.update()
+            for name in names:
+                bar.set_postfix_str(f"{name}, distance")
+                self._try(name, partial(self._take_distance, name))
         self._keep("")
 
     def close(self) -> None:
@@ -113,6 +118,24 @@ class Rounds:
             if ENTRIES[name].module == "zero_optimizer":
                 counted = of_ranks[:, 2].sum().item()
                 system.units = inter_node_model_units(counted, topology.num_nodes, self._run.numel)
+
+    def _take_distance(self, name: str) -> None:
+        """Compare the weights with those of one process, on rank 0, which has the store."""
+        contender, system = self._contenders[name], self._run.systems.setdefault(name, System())
+        if contender.weights is None:
+            return
+        mine = contender.weights()
+        if self._topology.rank:
+            for _ in mine:  # it is collective
+                pass
+            return
+        weights = [one.detach().cpu() for one in mine]
+        has_muon, count = bool(ENTRIES[name].options.get("has_muon")), contender.accumulation
+        if (count, has_muon) not in self._one_process:
+            facts = self._arguments, self._arguments.dtype, self._topology.world_size
+            self._one_process[count, has_muon] = OneProcess(*facts, accumulation=count, has_muon=has_muon)
+        found = self._one_process[count, has_muon].distances(contender.num_steps, weights)
+        system.distance, system.order_distance = found
 
     def _try(self, name: str, call: Callable[[], None]) -> None:
         """Call ``call`` unless the system has failed before; the ranks agree on whether it fails now."""

@@ -170,8 +170,9 @@ def _head(records: Sequence[Record], entropy: float) -> str:
     return (
         f"# {record.key.model}, {record.key.steps} steps\n\n"
         f"{record.numel:,} parameters, {job.batch_size} x {job.seq_length} bytes a step over {record.nodes_x_ranks} "
-        f"ranks (nodes x ranks), AdamW, clipped to norm 1; {record.versions}. Unigram entropy of the held-out text: "
-        f"{entropy:.3f} nats per byte.\n\n" + "\n".join(f"    {command}" for command in commands)
+        f"ranks (nodes x ranks), AdamW (with Muon where named), clipped to norm 1; {record.versions}. "
+        f"Unigram entropy of the held-out text: {entropy:.3f} nats per byte.\n\n"
+        + "\n".join(f"    {command}" for command in commands)
     )
 
 

@@ -223,7 +223,7 @@ def planned(store: Store, facts: dict[str, Any] | None) -> Iterator[Planned]:
                 continue
             job = Activations(hidden=model.hidden, num_layers=model.num_layers, batch=1, sequence=model.sequence)
             setup = TrainingSetup(stage=entry.stage, num_nodes=shape["nodes"], ranks_per_node=RANKS_PER_NODE)
-            times = times_of(model.numel, job, setup, cluster, {name: moved}, kernels_nbytes=kernels, num_micro=1)
+            times = times_of(model, job, setup, cluster, {name: moved}, kernels_nbytes=kernels, num_micro=1)
             times = replace(times, computation=base)
             if facts is None:
                 times = replace(times, within=0.0, latency=0.0, kernels=0.0)

@@ -27,6 +27,10 @@ class System:
     """Bytes that zcomm counted between nodes in a step, in units of the bfloat16 model."""
     losses: dict[str, float] = field(default_factory=dict)
     """Losses by the number of steps, averaged over the ranks."""
+    distance: float | None = None
+    """From one process with the batches of all ranks, after the last step: of the weights, over how far they moved."""
+    order_distance: float | None = None
+    """That of one process with the sequences of each batch in the opposite order."""
     accumulation: int = 1
     error: str = ""
 

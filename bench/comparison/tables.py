@@ -29,14 +29,17 @@ COLUMNS = {
     "against the best peer": ("vs_best", ".2f"), "network's share": ("network_share", ".1%"),
     "computation's share": ("compute_share", ".1%"), "wire, MB a node": ("wire_mb", ".2f"),
     "M between nodes": ("units", ".3f"), "RSS, MiB": ("peak_mib", ",.0f"), "model states, MiB": ("states_mib", ",.1f"),
-    "loss": ("loss", ".5f"), "remark": ("remark", ""),
+    "loss": ("loss", ".5f"), "distance": ("distance", ".2e"), "of another order": ("order_distance", ".2e"),
+    "remark": ("remark", ""),
 }  # fmt: skip
 """Title -> key of a row, and format of its value."""
 NOTES = """\
 Medians over rounds; the systems run interleaved, in another order each round. Network's share: 1 - step on
 loopback / step here. Computation's share: step of the same ranks without communication / step here. Wire: bytes
 that a node's interface sent in a step (on loopback: all nodes'). M: bytes between nodes in units of the bfloat16
-model. RSS and model states: the largest over the ranks, each system in separate ranks.
+model. RSS and model states: the largest over the ranks, each system in separate ranks. Distance: of the weights
+after the last step from those of one process with the batches of all ranks, over how far these have moved; of
+another order: of one process that has the sequences of each batch in the opposite order.
 
 Over gloo FSDP2's reduce-scatter is an all-reduce, which sends twice the bytes: over NCCL `fsdp2` would send a
 quarter (`reshard=True`) or a third (`reshard=False`) less. HSDP (`hsdp`: FSDP2 on a mesh of nodes x ranks) keeps
@@ -67,8 +70,9 @@ def rows_of(key: Key, runs: dict[Key, Run], memory: dict[str, dict[str, Any]]) -
             "wire_mb": statistics.median(system.wire_nbytes) / 1e6,
             "loss": system.losses.get(step),
         }
-        if system.units is not None:
-            row["units"] = system.units
+        for figure in ("units", "distance", "order_distance"):
+            if getattr(system, figure) is not None:
+                row[figure] = getattr(system, figure)
         for column, peer in (("vs_fsdp2", PEERS.get(count)), ("vs_best", best_peer(run, count))):
             if peer is not None and (of_peer := run.systems.get(peer, System()).seconds):
                 row[column] = _median_ratio(of_peer, system.seconds)

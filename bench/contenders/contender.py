@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -43,6 +43,8 @@ class Contender:
     accumulation: int = 1
     """Micro-batches in a step."""
     close: Callable[[], object] = lambda: None
+    weights: Callable[[], Iterable[Tensor]] | None = None
+    """The full float32 weights in the order of the model's parameters, the same on every rank. Collective."""
     num_steps: int = 0
     loss: float = float("nan")
 

@@ -30,7 +30,7 @@ def build(
     device = next(setup.model.parameters()).device
     autocast = torch.autocast(device.type, setup.dtype, enabled=setup.dtype != torch.float32)
     step = torch_step(model, optimizer, autocast, accumulation=accumulation, accumulates=model.no_sync)
-    return Contender(step, accumulation)
+    return Contender(step, accumulation, weights=setup.model.parameters)
 
 
 def _in_bf16(state: object, bucket: GradBucket) -> Future[Tensor]:  # noqa: ARG001  (DDP's signature)

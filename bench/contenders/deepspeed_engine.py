@@ -7,7 +7,8 @@ from typing import Any
 
 import deepspeed
 import torch
-from torch import Tensor
+from deepspeed.utils import safe_get_full_fp32_param
+from torch import Tensor, nn
 from torch.optim import AdamW
 
 from contenders.contender import Contender, ContenderSetup
@@ -28,6 +29,7 @@ def build(
     ``offload`` "cpu" stores parameters and states in host memory, where torch's optimizer updates them.
     ``has_muon``: DeepSpeed's Muon updates the matrices of blocks, by the standard iteration.
     """
+    parameters = list(setup.model.parameters())
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": setup.num_sequences,
         "gradient_accumulation_steps": accumulation,
@@ -44,7 +46,9 @@ def build(
     if has_muon:
         params = {"muon_lr": LEARNING_RATE, "adam_lr": setup.learning_rate, "weight_decay": WEIGHT_DECAY}
         config["zero_optimization"]["reduce_scatter"] = stage != 3  # refused there with Muon
-        config["optimizer"] = {"type": "Muon", "params": params | {"ns_method": "standard", "torch_adam": True}}
+        params |= {"betas": (0.9, 0.999), "eps": 1e-8, "ns_method": "standard", "torch_adam": True}  # AdamW's own
+        config["optimizer"] = {"type": "Muon", "params": params}
+        _name_output_layer(setup.model)
     else:
         optimizer = AdamW(setup.model.parameters(), lr=setup.learning_rate, fused=True)
     engine, *_ = deepspeed.initialize(model=setup.model, optimizer=optimizer, config=config)
@@ -58,4 +62,11 @@ def build(
             total += loss.detach() / accumulation
         return total
 
-    return Contender(step, accumulation, engine.destroy)
+    return Contender(step, accumulation, engine.destroy, lambda: map(safe_get_full_fp32_param, parameters))
+
+
+def _name_output_layer(model: nn.Module) -> None:
+    """Name the output layer as DeepSpeed knows it: it gives Muon every other matrix, but for embeddings."""
+    head = model._modules.pop("head")
+    model.add_module("lm_head", head)
+    object.__setattr__(model, "head", head)  # forward calls it by its own name

@@ -45,7 +45,8 @@ def build(
     else:
         optimizer = AdamW(model.parameters(), lr=setup.learning_rate, fused=True)
     accumulates = partial(_sharded_in_node if is_hybrid and reshard_after_forward else _unsharded, sharded)
-    return Contender(torch_step(model, optimizer, accumulation=accumulation, accumulates=accumulates), accumulation)
+    step = torch_step(model, optimizer, accumulation=accumulation, accumulates=accumulates)
+    return Contender(step, accumulation, weights=lambda: (param.full_tensor() for param in model.parameters()))
 
 
 def _mesh(setup: ContenderSetup, *, is_hybrid: bool) -> DeviceMesh:

@@ -29,7 +29,7 @@ def add_shape(parser: argparse.ArgumentParser) -> None:
 def new_setup(
     arguments: argparse.Namespace, dtype: str, device: torch.device, topology: Topology | None = None
 ) -> ContenderSetup:
-    """Make a model of the arguments' shape, with the same values each time."""
+    """Make a model of the arguments' shape, with the same values each time, which ``dtype`` has, too."""
     torch.manual_seed(1)
     config = GPTConfig(
         num_layers=arguments.num_layers,
@@ -39,6 +39,9 @@ def new_setup(
     )
     with device:  # created on the device: a CPU takes long for hundreds of millions of random numbers
         model = GPT(config)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.copy_(param.to(getattr(torch, dtype)))  # else contenders would start from different masters
     folder = getattr(arguments, "nvme_folder", None)
     return ContenderSetup(model, getattr(torch, dtype), 1e-3, arguments.batch_size, topology, folder)
 

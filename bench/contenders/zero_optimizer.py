@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import Tensor, nn
 from torch.optim import AdamW
 
 from contenders.contender import Contender, ContenderSetup, torch_step
 from contenders.muon import optimizers
 from zcomm import Topology
 from zero import ZeroOptimizer
+from zero.utils import safe_get_full_fp32_param
 
 __all__ = ["build"]
 
@@ -45,4 +47,10 @@ def build(
         model, inner, topology=setup.topology, stage=stage, gradient_accumulation_steps=accumulation, **options
     )
     step = torch_step(model, optimizer, accumulation=accumulation)
-    return Contender(step, accumulation, optimizer.close)
+    return Contender(step, accumulation, optimizer.close, lambda: map(_master, model.parameters()))
+
+
+def _master(param: nn.Parameter) -> Tensor:
+    master = safe_get_full_fp32_param(param)
+    assert master is not None, "ZeroOptimizer manages every parameter of the model"
+    return master

@@ -18,4 +18,4 @@ def build(setup: ContenderSetup) -> Contender:
     optimizer = ZeroRedundancyOptimizer(model.parameters(), AdamW, lr=setup.learning_rate, fused=True)
     device = next(setup.model.parameters()).device
     autocast = torch.autocast(device.type, setup.dtype, enabled=setup.dtype != torch.float32)
-    return Contender(torch_step(model, optimizer, autocast))
+    return Contender(torch_step(model, optimizer, autocast), weights=setup.model.parameters)

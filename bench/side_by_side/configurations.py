@@ -29,6 +29,8 @@ class Configuration:
     """Settings of ZeroOptimizer at stage 3."""
     stays_in_node: bool = False
     """Whether to use a secondary partition inside each node (hpZ)."""
+    has_muon: bool = False
+    """Whether Muon updates the hidden matrices, and AdamW only the rest."""
 
 
 def _recipe(name: str, description: str) -> Configuration:
@@ -53,5 +55,7 @@ CONFIGURATIONS = {
         "ZeRO++ in small blocks, 4 micro-batches a step", accumulation=4,
         options=ZEROPP, stays_in_node=True,
     ),
+    "bf16-zero3-muon": Configuration("ZeRO-3 in bf16, Muon for the hidden matrices", has_muon=True),
+    "delta-hpz-muon": Configuration("delta-hpz, Muon for the hidden matrices", options=DELTA, has_muon=True),
 }  # fmt: skip
 DEFAULT = list(CONFIGURATIONS)[:8]

@@ -9,16 +9,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
-from torch.optim import AdamW
+from torch.optim import AdamW, Muon, Optimizer
 
 from side_by_side.configurations import Configuration
 from zcomm import Topology, volume
-from zero import ZeroOptimizer
+from zero import ZeroOptimizer, split_for_muon
 from zero.utils import safe_get_full_fp32_param, safe_get_full_grad
 
 __all__ = ["Engine", "build_engine"]
 
 ADAM: dict[str, Any] = {"betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True}
+MUON: dict[str, Any] = {"lr": 0.02, "momentum": 0.95, "weight_decay": 0.1}
 
 
 class Engine(Protocol):
@@ -34,8 +35,8 @@ class Engine(Protocol):
     def backward(self, loss: Tensor) -> None:
         """Run the backward of ``loss``, with the loss scale if there is one."""
 
-    def step(self, lr: float, max_norm: float) -> None:
-        """Clip the gradients, update the parameters, clear the gradients. Collective."""
+    def step(self, schedule: float, max_norm: float) -> None:
+        """Clip the gradients, update with learning rates times ``schedule``, clear the gradients. Collective."""
 
     def gradient(self, param: nn.Parameter) -> Tensor | None:
         """Return the full averaged gradient; call it between the last backward and the step. Collective."""
@@ -63,6 +64,7 @@ class _Ddp:
         self.model, self._topology = model, topology
         self._wrapped = DistributedDataParallel(model)
         self._optimizer = AdamW(model.parameters(), lr=lr, **ADAM)
+        self._schedule = _Schedule(self._optimizer)
         self.was_step_applied = True
 
     def loss(self, tokens: Tensor, targets: Tensor, *, is_last: bool) -> Tensor:
@@ -73,9 +75,9 @@ class _Ddp:
     def backward(self, loss: Tensor) -> None:
         loss.backward()
 
-    def step(self, lr: float, max_norm: float) -> None:
+    def step(self, schedule: float, max_norm: float) -> None:
         clip_grad_norm_(self.model.parameters(), max_norm)
-        _set_lr(self._optimizer, lr)
+        self._schedule.set(schedule)
         self._optimizer.step()
         self._optimizer.zero_grad()
 
@@ -112,9 +114,10 @@ class _Zero:
             options["hpz_partition_size"] = topology.ranks_per_node
         self.model = model
         self._optimizer = ZeroOptimizer(
-            model, AdamW, topology=topology, stage=3, lr=lr,
-            gradient_accumulation_steps=configuration.accumulation, **options, **ADAM,
+            model, _optimizers(model, lr, has_muon=configuration.has_muon), topology=topology, stage=3,
+            gradient_accumulation_steps=configuration.accumulation, **options,
         )  # fmt: skip
+        self._schedule = _Schedule(self._optimizer)
 
     @property
     def was_step_applied(self) -> bool:
@@ -127,9 +130,9 @@ class _Zero:
     def backward(self, loss: Tensor) -> None:
         self._optimizer.scale(loss).backward()
 
-    def step(self, lr: float, max_norm: float) -> None:
+    def step(self, schedule: float, max_norm: float) -> None:
         self._optimizer.clip_grad_norm_(max_norm)
-        _set_lr(self._optimizer, lr)
+        self._schedule.set(schedule)
         self._optimizer.step()
         self._optimizer.zero_grad()
 
@@ -161,6 +164,20 @@ def build_engine(configuration: Configuration, model: nn.Module, lr: float, topo
     return _Zero(model, lr, topology, configuration)
 
 
-def _set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    for group in optimizer.param_groups:
-        group["lr"] = lr
+def _optimizers(model: nn.Module, lr: float, *, has_muon: bool) -> list[Optimizer]:
+    if not has_muon:
+        return [AdamW(model.parameters(), lr=lr, **ADAM)]
+    matrices, others, _ = split_for_muon(model)
+    return [Muon(matrices, **MUON), AdamW(others, lr=lr, **ADAM)]
+
+
+class _Schedule:
+    """Sets the learning rate of every group to its first one times a factor."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._first = [group["lr"] for group in optimizer.param_groups]
+
+    def set(self, factor: float) -> None:
+        for group, first in zip(self._optimizer.param_groups, self._first, strict=True):
+            group["lr"] = first * factor

@@ -129,7 +129,7 @@ class Run:
             exact = exact_gradients(copy, seen, batches, self._topology)
             self.record.gradient_errors.append((step + 1, gradient_error(engine, exact)))
         with zcomm.traffic() as sent:
-            engine.step(self._job.lr * warmup_cosine(step, key.steps), MAX_NORM)
+            engine.step(warmup_cosine(step, key.steps), MAX_NORM)
         if not engine.was_step_applied:
             self.record.skipped_steps.append(step + 1)
         self._inter.append(nbytes + sent.bytes(link="inter"))

@@ -27,7 +27,7 @@ RECORDED = {
                 "alone": {"seconds": [0.1, 0.1, 0.3], "wire_nbytes": [0, 0, 0], "losses": {"4": 5.1}},
                 PEER: {"seconds": [2.0, 4.0, 1.0], "wire_nbytes": [2e6, 3e6, 4e6], "losses": {"1": 5.5, "4": 5.12345}},
                 "ddp": {"seconds": [1.0, 1.0, 1.0], "wire_nbytes": [1e6] * 3, "losses": {"1": 5.5, "4": 5.12348}},
-                "zero++": {"seconds": [0.5, 0.5, 0.5], "wire_nbytes": [1e5] * 3, "units": 0.76,
+                "zero++": {"seconds": [0.5, 0.5, 0.5], "wire_nbytes": [1e5] * 3, "units": 0.76, "distance": 0.0125,
                            "losses": {"1": 5.5, "4": 5.12445}},
                 "fsdp2 reshard=False x4": {"seconds": [4.0, 8.0, 2.0], "wire_nbytes": [1e6] * 3, "losses": {"4": 4.5},
                                            "accumulation": 4},
@@ -63,6 +63,7 @@ def test_tables_from_recorded_json(tmp_path: Path) -> None:
     assert plain["compute_share"] == pytest.approx(0.05)  # of 0.05, 0.025 and 0.3
     assert narrow["vs_fsdp2"] == 4
     assert narrow["vs_best"] == 2, "beside ddp"
+    assert (narrow["distance"], "distance" in plain) == (0.0125, False)
     assert four["tokens_per_s"] == 4 * 64
     assert four["vs_fsdp2"] == 4, "beside what accumulates as many batches, not beside four steps of what does not"
     assert four["vs_best"] == 2
@@ -75,6 +76,7 @@ def test_tables_from_recorded_json(tmp_path: Path) -> None:
     assert "step_ms" not in failed
     text = tables.markdown(runs, store.values["memory"], {"command": "c"})
     assert "FSDP2 waits for the network 95.0% of its step." in text
+    assert "| 5.12445 | 1.25e-02 |  | loss does not agree" in text
     assert (
         "| ddp | 1,000.0 | 1,000.0 to 1,000.0 | 64 | 2.00 | 1.00 |  | 10.0% | 1.00 |  | 1,234 | 50.2 | 5.12348 |  |"
         in text

@@ -33,11 +33,27 @@ def test_systems_take_turns_and_a_second_run_takes_the_rest(tmp_path: Path) -> N
         assert len(system["seconds"]) == len(system["wire_nbytes"]) == 2
         assert min(system["wire_nbytes"]) > 2 * run["numel"]
         assert not system["error"]
+        assert 0 < system["distance"] < 1e-3  # float32: only sums are in another order
+        assert 0 < system["order_distance"] < 1e-3
     assert sorted(plain["losses"]) == ["1", "2"]
     assert plain["losses"] == pytest.approx(ours["losses"], abs=5e-5)
     assert ours["units"] == pytest.approx(6, rel=0.15)  # float32: twice the three for bfloat16
     assert "nvme" in refused["error"]  # no folder was given: the row reports the failure
     assert refused["seconds"] == []
+
+
+def test_each_system_with_muon_has_its_distance_from_one_process(tmp_path: Path) -> None:
+    """Where nothing is quantized it is that of rounding; a wrong update would be of the size of the movement."""
+    store = tmp_path / "store.json"
+    plain = [f"{name} muon" for name in ("fsdp2 reshard=True", "zero stage 1", "zero stage 2", "zero stage 3")]
+    systems = ["alone muon", *plain, "delta-hpz muon"]
+    run_on_forks(4, [[SCRIPT, *TINY, f"--store={store}", "--rounds=2", "--systems", *systems]], cwd=ROOT)
+    found: dict[str, Any] = json.loads(store.read_text())["runs"][KEY]["systems"]
+    assert not any(system["error"] for system in found.values())
+    for name in plain:  # Muon computes in bfloat16, also here
+        assert found[name]["distance"] < 2 * found[name]["order_distance"] + 0.01, (name, found[name])
+    assert 0.001 < found["delta-hpz muon"]["distance"] < 0.5
+    assert found["alone muon"]["distance"] is None
 
 
 def test_peers_that_accumulate_send_gradients_once_a_step(tmp_path: Path) -> None:

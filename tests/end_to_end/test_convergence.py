@@ -15,8 +15,10 @@ from tests.forks import run_on_forks
 
 SCRIPT = str(ROOT / "bench" / "convergence.py")
 SHORT = ["--model=test", "--steps=6", "--eval-interval=3", "--seeds=1"]
-WHOLE = ["fp32-ddp", "bf16-zero3", "zeropp", "delta-hpz"]
-STOPPED = ["delta-hpz"]
+ADAM = ["fp32-ddp", "bf16-zero3", "zeropp", "delta-hpz"]
+MUON = ["bf16-zero3-muon", "delta-hpz-muon"]
+WHOLE = [*ADAM, *MUON]
+STOPPED = ["delta-hpz", "delta-hpz-muon"]
 TIMES = {"command", "seconds"}
 """The columns that differ between two equal runs."""
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
@@ -39,7 +41,7 @@ def _run(folder: Path, name: str, suffix: str = "") -> dict[str, Any]:
 
 
 def test_what_is_measured(folder: Path) -> None:
-    ddp, plain, zeropp, delta = (_run(folder / "once", name) for name in WHOLE)
+    ddp, plain, zeropp, delta = (_run(folder / "once", name) for name in ADAM)
     for run in (ddp, plain, zeropp, delta):
         assert not run["error"]
         assert [step for step, _ in run["held_out_losses"]] == [0, 3, 6]
@@ -63,6 +65,16 @@ def test_what_is_measured(folder: Path) -> None:
     assert errors["weights"] == errors["rounding"]
     assert 0.0005 < errors["rounding"] < 2**-8
     assert zeropp["weight_errors"][-1][1]["weights"] > 1.5 * errors["rounding"]
+
+
+def test_muon_trains_at_the_bytes_of_adam(folder: Path) -> None:
+    for name in MUON:
+        run, adam = _run(folder / "once", name), _run(folder / "once", name.removesuffix("-muon"))
+        assert not run["error"]
+        assert run["held_out_losses"][0] == adam["held_out_losses"][0]  # the same model on the same text
+        assert run["held_out_losses"][-1][1] < run["held_out_losses"][0][1] - 0.5
+        assert run["held_out_losses"][-1] != adam["held_out_losses"][-1]
+        assert run["inter_nbytes_per_step"] == pytest.approx(adam["inter_nbytes_per_step"], rel=0.02)
 
 
 def test_a_run_in_parts_is_the_same_run(folder: Path) -> None:

@@ -148,19 +148,51 @@ def test_which_scalers_are_found() -> None:
     gc.collect()
     forgotten: list[int] = []
     scaling = UserLossScale("auto", lambda: forgotten.append(1))
-    assert scaling.current_scale() == 1
+    assert scaling.current_scale(0) == 1
     unused, off = torch.amp.GradScaler("cpu"), torch.amp.GradScaler("cpu", enabled=False)
-    assert [scaling.current_scale() for _ in range(3)] == [1, 1, 1]  # the 2nd and 4th exchange look
+    assert [scaling.current_scale(0) for _ in range(3)] == [1, 1, 1]  # the 2nd and 4th exchange look
     late = torch.amp.GradScaler("cpu", init_scale=4.0)
     late.scale(torch.ones(()))
-    assert [scaling.current_scale() for _ in range(4)] == [1, 1, 1, 4]
+    assert [scaling.current_scale(0) for _ in range(4)] == [1, 1, 1, 4]
     assert forgotten == [1]
     late.update(16.0)
-    assert scaling.current_scale() == 16
+    assert scaling.current_scale(0) == 16
     assert not unused.is_enabled() or off.get_scale() == 1
     first = UserLossScale("auto", lambda: forgotten.append(2))
-    assert first.current_scale() == 16
+    assert first.current_scale(0) == 16
     assert forgotten == [1]
+
+
+class _Slotted(torch.amp.GradScaler):
+    """A script's own kind."""
+
+    __slots__ = ("own",)
+
+
+class _Derived(_Slotted):
+    pass
+
+
+def test_a_scaler_is_looked_for_once_a_round_and_derived_ones_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each walk over all objects holds up the ranks that wait: one in a step, not one for each bucket."""
+    gc.collect()
+    walks, walk = [0], gc.get_referrers
+
+    def count(*kinds: type) -> list[Any]:
+        walks[-1] += 1
+        return walk(*kinds)
+
+    monkeypatch.setattr(gc, "get_referrers", count)
+    scaling = UserLossScale("auto", lambda: None)
+    for _ in range(9):
+        assert all(scaling.current_scale(bucket) == 1 for bucket in range(30))
+        walks.append(0)
+    assert walks == [1, 1, 0, 1, 0, 0, 0, 1, 0, 0]
+    late = _Derived("cpu", init_scale=32.0)
+    late.scale(torch.ones(()))
+    for _ in range(7):
+        scales = {scaling.current_scale(bucket) for bucket in range(30)}
+    assert scales == {32}
 
 
 def test_scales_that_say_nothing_forget_what_is_held() -> None:

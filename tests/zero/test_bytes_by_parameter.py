@@ -4,9 +4,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -51,6 +53,20 @@ class Words(nn.Module):
         return self.head(self.frozen(hidden))
 
 
+MUON = [case for case in CASES if case not in ("stage 0", "nothing is reused", "frozen as INT8")]
+
+
+def _adam(model: nn.Module, lr: float) -> list[torch.optim.Optimizer]:
+    return [torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=lr)]
+
+
+def _muon(model: nn.Module, lr: float) -> list[torch.optim.Optimizer]:
+    """Three matrices, so a rank of four has none."""
+    matrices = [model.first.weight, model.second.weight, model.head.weight]
+    others = [model.words.weight, model.head.bias]
+    return [torch.optim.Muon(matrices, lr=lr), torch.optim.AdamW(others, lr=lr)]
+
+
 def _step(model: nn.Module, optimizer: Any, rank: int) -> None:
     for _ in range(NUM_MICRO):
         model(torch.tensor([[rank, 2, 3]])).float().square().mean().backward()
@@ -58,12 +74,12 @@ def _step(model: nn.Module, optimizer: Any, rank: int) -> None:
     optimizer.zero_grad()
 
 
-def _check_sent(rank: int) -> None:
+def _check_sent(rank: int, names: Iterable[str], build: Callable[..., Any]) -> None:
     topology = Topology(ranks_per_node=2)
-    for case, options in CASES.items():
-        model = Words().bfloat16()
+    for case in names:
+        model, options = Words().bfloat16(), CASES[case]
         optimizer = zero.ZeroOptimizer(
-            model, torch.optim.AdamW, topology=topology, lr=0.1, gradient_accumulation_steps=NUM_MICRO, **options
+            model, build(model, lr=0.1), topology=topology, gradient_accumulation_steps=NUM_MICRO, **options
         )
         before = optimizer.bytes_by_parameter()
         for _ in range(2):  # the first step records the order
@@ -96,8 +112,9 @@ def _check_held(optimizer: Any, found: Any, case: str) -> None:
     assert case == "offload" or 0 <= memory.gradients - gradients <= 4 * padding, case  # not held between steps
 
 
-def test_bytes_add_up_to_those_of_a_step_on_every_link() -> None:
-    run_ranks(4, _check_sent)
+@pytest.mark.parametrize(("build", "names"), [(_adam, CASES), (_muon, MUON)], ids=["AdamW", "Muon"])
+def test_bytes_add_up_to_those_of_a_step_on_every_link(build: Callable[..., Any], names: Iterable[str]) -> None:
+    run_ranks(4, _check_sent, tuple(names), build)
 
 
 def _check_each(rank: int, folder: str) -> None:

@@ -79,6 +79,76 @@ def _check_allocated(rank: int, world_size: int) -> None:
         assert found.nbytes() == pytest.approx(report.total, rel=0.02), case
 
 
+class Spoken(Layered):
+    """The same with an embedding, which is for AdamW, and a matrix of another shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.wide = nn.Embedding(300, WIDTH), nn.Linear(WIDTH, 3 * WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.wide(super().forward(x + self.words(torch.arange(4))))
+
+
+WHOLE_CASES: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
+    *((stage, {}, {"bf16": {"enabled": True}}) for stage in range(4)),
+    (1, {}, {}),
+    (2, {}, {"fp16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp16"}}),
+    (3, {}, {}),
+    (3, {"zero_hpz_partition_size": 2, "zero_quantized_weights": True}, {"bf16": {"enabled": True}}),
+    *((stage, {}, {"bf16": {"enabled": True}, "zcomm": {"mode": "delta"}}) for stage in (1, 2)),
+    (3, {}, {"bf16": {"enabled": True}, "zcomm": {"mode": "delta_hpz"}}),
+    (3, {}, {"bf16": {"enabled": True}, "zcomm": {"mode": "delta_hpz"}, "gradient_accumulation_steps": 2}),
+    (2, {"offload_optimizer": {"device": "cpu"}}, {"bf16": {"enabled": True}}),
+    (3, {"offload_optimizer": {"device": "nvme"}}, {"bf16": {"enabled": True}}),
+]
+
+
+def _check_whole(rank: int, folder: Path) -> None:
+    """Muon and AdamW: what is estimated for this rank is what it has, and the default is the rank that has most."""
+    for stage, keys, options in WHOLE_CASES:
+        config = _with_tiers(options | {"zero_optimization": {"stage": stage, **keys}}, folder)
+        model = Spoken()
+        found = zero.estimate(model, config | {"optimizer": {"type": "Muon"}}, 2, 2, prints=False)
+        matrices, others, _ = zero.split_for_muon(model)
+        given = [torch.optim.Muon(matrices), torch.optim.AdamW(others)]
+        with zero_optimizer(model, given, ranks_per_node=2, config=config) as optimizer:
+            for _ in range(2 * (config.get("gradient_accumulation_steps") or 1)):
+                x = torch.randn(4, WIDTH, dtype=next(model.parameters()).dtype)
+                optimizer.scale(model(x).float().square().mean()).backward()
+                if optimizer.is_boundary:
+                    optimizer.step()
+                    optimizer.zero_grad()
+            report = optimizer.memory()
+        nbytes: dict[str, float] = {}
+        for usage in found.usage(rank=rank):
+            if usage.place != "nvme":
+                nbytes[usage.kind] = nbytes.get(usage.kind, 0) + usage.nbytes
+        case = (stage, keys, options, rank, nbytes, report)
+        for kind in ("parameters", "gradients", "states"):
+            assert nbytes.get(kind, 0) == pytest.approx(report.by_kind[kind], rel=0.01, abs=1e3), (kind, case)
+        for kind in ("secondary partition", "residuals", "sums of the node"):
+            assert nbytes.get(kind, 0) == pytest.approx(report.buffers.get(kind, 0), rel=0.01), (kind, case)
+        in_files = sum(u.nbytes for u in found.usage(rank=rank) if (u.kind, u.place) == ("states", "nvme"))
+        assert in_files == pytest.approx(report.states_in_files, rel=0.02), case
+        of_ranks = [sum(usage.nbytes for usage in found.usage(rank=one)) for one in range(4)]
+        assert sum(usage.nbytes for usage in found.usage()) == max(of_ranks), case
+        assert (len(set(of_ranks)) > 1) is (stage > 0), case
+
+
+def test_estimate_of_whole_tensors_is_what_is_allocated(tmp_path: Path) -> None:
+    run_ranks(4, _check_whole, tmp_path)
+
+
+def test_whole_tensors_by_hand() -> None:
+    """Muon has one moment; LAMB two; of a number of parameters alone all are taken for matrices."""
+    counts, gigabytes = Counts(numel=10**9), dict[str, float]()
+    for kind in ("AdamW", "Muon", "Lamb", "Adafactor"):
+        found = zero.estimate(counts, {"optimizer": {"type": kind}, "bf16": {"enabled": True}}, 1, 4, prints=False)
+        gigabytes[kind] = sum(u.nbytes for u in found.usage(stage=2) if u.kind == "states") / 1e9
+    assert gigabytes == {"AdamW": 3.0, "Muon": 2.0, "Lamb": 3.0, "Adafactor": 1.0}
+
+
 @pytest.mark.parametrize(("mode", "stages"), [("delta_hpz", {3}), ("delta", {1, 2})])
 def test_a_mode_takes_memory_at_its_stages_alone(mode: str, stages: set[int]) -> None:
     config = {"zero_optimization": {"stage": min(stages)}, "gradient_accumulation_steps": 2, "zcomm": {"mode": mode}}

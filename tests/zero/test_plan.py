@@ -22,6 +22,7 @@ from zcomm import ConfigError, Topology
 from zero._config import explain, parse, resolve_config
 from zero.cli import main
 from zero.plan import CLUSTERS, Cluster, Job, Model, largest_model, plan
+from zero.plan.estimate import with_shares
 from zero.plan.exchanges import Exchanges, step_moved
 
 WIDTH, NUM_MICRO = 96, 2
@@ -183,6 +184,50 @@ def test_a_step_by_hand() -> None:
     assert row.times.overlap == pytest.approx(row.times.computation / row.times.step)
 
 
+def test_a_step_of_muon_by_hand() -> None:
+    """One layer of width 1024 on 2 nodes x 1 rank: 4 matrices are dealt out, and the embeddings are cut in half."""
+    h, cluster = 1024, Cluster(num_nodes=2, ranks_per_node=1, tflops=100, between_gbit=80)
+    model = Model.of_shape(1, h, vocabulary=2048)
+    found = {}
+    for kind in ("adamw", "muon"):
+        rows = plan(model, cluster, Job(is_checkpointed=False, optimizer=kind))
+        (found[kind],) = (row for row in rows if (row.stage, row.variant, row.tier) == (1, "plain", "device"))
+    # The matrices have 3, 1, 4 and 4 times h^2 elements: one rank has 4 + 1 + 1 of them, the other 4 + 3 of 12.
+    work = {3: 4 * 3 + 2, 1: 4 + 2, 4: 4 * 4 + 2}
+    flops = 5 * h**3 * max(work[4] + work[1], work[4] + work[3])
+    added = found["muon"].times.computation - found["adamw"].times.computation
+    assert added == pytest.approx(flops / (100e12 * 0.45))
+    states = {kind: sum(u.nbytes for u in row.memory.usage() if u.kind == "states") for kind, row in found.items()}
+    ends, small = (2048 + 1024) * h, 13 * h + 2 * h
+    whole, own = (4 + 3) * h * h, ends / 2
+    assert states["adamw"] == pytest.approx(12 * (12 * h * h + ends + small) / 2, rel=0.001)
+    assert states["muon"] == pytest.approx(8 * whole + 12 * own, rel=0.005)
+    longer = found["muon"].times.between / found["adamw"].times.between
+    assert longer == pytest.approx((2 * whole + ends) / (12 * h * h + ends), rel=0.005)
+    assert found["muon"].config["optimizer"] == {"type": "Muon"}
+    assert "optimizer" not in found["adamw"].config
+
+
+def test_a_planned_model_has_the_shares_of_the_estimate() -> None:
+    model = nn.Sequential(nn.Embedding(300, WIDTH), *_layers()).bfloat16()
+    planned = Model.of_module(model, num_layers=3, hidden=WIDTH)
+    for stage in range(4):
+        config = {"zero_optimization": {"stage": stage}, "optimizer": {"type": "Muon"}, "bf16": {"enabled": True}}
+        expected = zero.estimate(model, config, 2, 2, prints=False).counts
+        merged = 0 if stage == 3 else 2**20
+        buckets = planned.dealt(2, 2, merged, deals=stage > 0)
+        counts = with_shares(expected, buckets, 2, 2)
+        assert counts == expected
+        assert bool(counts.shares) is (stage > 0)
+
+
+def test_a_plan_with_muon_is_quick() -> None:
+    start = time.process_time()
+    rows = plan(Model.of_shape(64, 8192), replace(CLUSTERS["8xa100"], num_nodes=16), Job(optimizer="muon"))
+    assert time.process_time() - start < 10
+    assert all(row.config["optimizer"]["type"] == "Muon" for row in rows)
+
+
 def test_the_largest_model_fits_and_a_larger_one_does_not() -> None:
     cluster = replace(CLUSTERS["8xv100"], host_gib=0, nvme_gib=0)
     model, row = largest_model(Model.of_shape(2, 2048), cluster)
@@ -223,6 +268,8 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
         (["--parameters", "0"], "parameters and layers: parameters=0"),
         (["--model", "13b", "--nodes", "0"], "num_nodes must be at least 1: num_nodes=0"),
         (["--model", "13b", "--batch", "0"], "batch=0"),
+        (["--parameters", "7e9", "--layers", "32", "--optimizer", "muon"], "Muon updates matrices, and none are known"),
+        (["--model", "13b", "--max-model", "--optimizer", "muon"], "optimizer='adamw' only: got 'muon'"),
     ],
 )
 def test_what_cannot_be_planned(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -233,3 +280,5 @@ def test_what_cannot_be_planned(arguments: list[str], text: str, capsys: pytest.
 def test_a_precision_that_is_not_planned() -> None:
     with pytest.raises(ConfigError, match="precision='fp32'"):
         Job(precision="fp32")
+    with pytest.raises(ConfigError, match="optimizer='sgd'"):
+        Job(optimizer="sgd")

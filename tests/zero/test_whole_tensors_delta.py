@@ -1,10 +1,11 @@
 """Optimizers of whole tensors under ``mode="delta"`` and ``mode="delta_hpz"``: as AdamW under the same mode."""
 
-# covers zero/_modes/delta.py zero/_modes/delta_hpz.py zero/_runtime/mode_state.py
+# covers zero/_modes/delta.py zero/_modes/delta_hpz.py zero/_runtime/mode_state.py zero/_step/delta_send.py
 
 from __future__ import annotations
 
 import itertools
+import time
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ from tests.zero.test_delta_hpz_state import check_goes_on_from_a_checkpoint
 from tests.zero.test_delta_hpz_state import everything_of as everything_of_hpz
 from tests.zero.training import assert_same_bits, full_values, train, zero_optimizer
 from tests.zero.whole_optimizers import BUILDERS, matrices_and_others, train_plainly
+from zero._step import delta_send
+from zero._step.delta_send import BucketwiseUpdate
 from zero.utils import safe_get_full_fp32_param
 
 HPZ: dict[str, Any] = {"stage": 3, "mode": "delta_hpz"}
@@ -161,6 +164,36 @@ def _check_traffic(rank: int) -> None:
 
 def test_between_nodes_it_sends_what_adamw_sends() -> None:
     run_ranks(4, _check_traffic)
+
+
+def _check_no_rank_waits(rank: int, folder: str, slow: int) -> None:
+    """Rank ``slow`` begins its first update after all others have ended their last: none may need its change."""
+    calls, step, done = [], BucketwiseUpdate._step, Path(folder)
+    others = [done / f"{slow} {other}" for other in range(4) if other != slow]
+
+    def step_in_turn(self: BucketwiseUpdate, *arguments: Any) -> None:
+        stop = time.monotonic() + 60
+        while rank == slow and not calls and not all(path.exists() for path in others):
+            assert time.monotonic() < stop, "other ranks wait for this one's update"
+            time.sleep(0.01)
+        step(self, *arguments)
+        calls.append(arguments)
+        if len(calls) == len(self._runs):
+            (done / f"{slow} {rank}").touch()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(delta_send, "RUN_NUMEL", 1)
+        patch.setattr(BucketwiseUpdate, "_step", step_in_turn)
+        model = new_model(torch.bfloat16)
+        with zero_optimizer(model, _torchs_muon(model), ranks_per_node=2, **HPZ) as optimizer:
+            train(model, optimizer, rank, steps=1)
+            _check_ranks(optimizer, model)
+    assert len(calls) > 2
+
+
+@pytest.mark.parametrize("slow", [0, 3])
+def test_no_rank_waits_for_anothers_update(slow: int, tmp_path: Path) -> None:
+    run_ranks(4, _check_no_rank_waits, str(tmp_path), slow)
 
 
 # Steps that are not applied, and writes outside of steps.

@@ -88,7 +88,7 @@ class PieceExchange:
         """
         if self.residual is None:
             return None
-        scale = scaling.current_scale()
+        scale = scaling.current_scale(id(self))
         if not self.residual.is_committed:
             self.residual.commit(unless=self.residual.exceeds(scale) if scaling.falls_at_overflow else False)
         self.residual.set_loss_scale(scale)

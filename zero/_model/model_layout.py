@@ -21,7 +21,7 @@ from zero._config.settings import Effective, ZeroSettings
 from zero._model.init_shards import is_built
 from zero._modes import resolve_mode
 from zero._sharding.bucket import Bucket, is_managed
-from zero._sharding.layout import BucketLayout, group_consecutive
+from zero._sharding.layout import ALIGN, BucketLayout, group_consecutive
 from zero._sharding.placement import PlacedTensor, place, work_of
 from zero._sharding.units import Unit, by_kind, find_units
 from zero._storage.tier_settings import Tier
@@ -59,12 +59,7 @@ def plan_model(
     _check_renormalized(model, settings, effective, topology)
     if effective.stage.shards_parameters:
         _check_is_gatherable(model)
-    units, persistent = _cut_into_units(model, settings, effective)
-    numels = [sum(param.numel() for _, param in unit.parameters) for unit in units]
-    runs = [[units[i] for i in run] for run in group_consecutive(numels, numel_to_merge(settings, effective))]
-    contents = [_contents(run, set(whole)) for run in ([persistent], *runs)]
-    deals = effective.stage.shards_states and topology.world_size > 1
-    rows = _rows_of(contents, topology) if deals else {}
+    units, runs, contents, rows = _divide(model, settings, effective, topology, whole)
     if rows and topology.backend == "nccl":
         raise BackendUnavailableError(
             "backend='nccl' does not exchange shards of different sizes, which an optimizer of whole tensors needs: "
@@ -72,15 +67,73 @@ def plan_model(
         )
     buckets: list[Bucket] = []
     of_runs: list[list[Bucket]] = []
-    for run, of_run in zip(([persistent], *runs), contents, strict=True):
+    for run, of_run in zip(runs, contents, strict=True):
         made = [
             _bucket(index, run, content, rows, topology, effective.align, is_persistent=not of_runs)
             for index, content in enumerate(of_run, len(buckets))
         ]
         buckets += made
         of_runs.append(made)
-    buckets_of_unit = [made for run, made in zip(runs, of_runs[1:], strict=True) for _ in run]
+    buckets_of_unit = [made for run, made in zip(runs[1:], of_runs[1:], strict=True) for _ in run]
     return ModelPlan(effective, units, buckets_of_unit, buckets)
+
+
+def layouts_of(
+    model: nn.Module, settings: ZeroSettings, topology: Topology, whole: Collection[nn.Parameter]
+) -> list[tuple[BucketLayout, bool]]:
+    """The buckets of :func:`plan_model`, and whether they are trainable; ``model`` may be on the meta device."""
+    effective = resolve_mode(settings, topology)
+    division = _divide(model, settings, effective, topology, whole)
+    return [
+        (_layout(content, division.rows, topology.world_size, effective.align), content.named[0][1].requires_grad)
+        for of_run in division.contents
+        for content in of_run
+    ]
+
+
+def layouts_of_units(
+    units: list[Unit], whole: Collection[nn.Parameter], topology: Topology, *, merged_numel: int, deals: bool
+) -> list[tuple[BucketLayout, bool]]:
+    """The same of these units, of which those of up to ``merged_numel`` elements share buckets.
+
+    ``deals``: whether shards are divided.
+    """
+    contents = [_contents(run, set(whole)) for run in _runs_of(units, merged_numel)]
+    rows = _rows_of(contents, topology) if deals else {}
+    return [
+        (_layout(content, rows, topology.world_size, ALIGN), content.named[0][1].requires_grad)
+        for of_run in contents
+        for content in of_run
+    ]
+
+
+def _runs_of(units: list[Unit], merged_numel: int) -> list[list[Unit]]:
+    """Consecutive units that share exchanges."""
+    numels = [sum(param.numel() for _, param in unit.parameters) for unit in units]
+    return [[units[i] for i in run] for run in group_consecutive(numels, merged_numel)]
+
+
+class Division(NamedTuple):
+    """A model divided into what buckets hold."""
+
+    units: list[Unit]
+    """Without the persistent parameters."""
+    runs: list[list[Unit]]
+    """Units that share exchanges. The first run is that of the persistent parameters."""
+    contents: list[list[Content]]
+    """Of the buckets of each run."""
+    rows: dict[nn.Parameter, int]
+    """See :func:`_rows_of`; empty if shards are equal."""
+
+
+def _divide(
+    model: nn.Module, settings: ZeroSettings, effective: Effective, topology: Topology, whole: Collection[nn.Parameter]
+) -> Division:
+    units, persistent = _cut_into_units(model, settings, effective)
+    runs = [[persistent], *_runs_of(units, numel_to_merge(settings, effective))]
+    contents = [_contents(run, set(whole)) for run in runs]
+    deals = effective.stage.shards_states and topology.world_size > 1
+    return Division(units, runs, contents, _rows_of(contents, topology) if deals else {})
 
 
 def _cut_into_units(model: nn.Module, settings: ZeroSettings, effective: Effective) -> tuple[list[Unit], Unit]:
@@ -205,18 +258,27 @@ def _bucket(
 ) -> Bucket:
     """Bucket number ``index``, of a run of units; ``rows``: see :func:`_rows_of`."""
     title = " .. ".join(dict.fromkeys((run[0].name or content.named[0][0], run[-1].name or content.named[-1][0])))
-    is_dealt = bool(content.whole) and bool(rows)
-    named = sorted(content.named, key=lambda one: rows[one[1]]) if is_dealt else content.named
-    names, params = [name for name, _ in named], [param for _, param in named]
-    layout = BucketLayout.of(
-        names,
-        [tuple(param.shape) for param in params],
-        topology.world_size,
-        align,
-        whole=[param in content.whole for param in params],
-        owners=[rows[param] for param in params] if is_dealt else None,
+    layout, params = _layout(content, rows, topology.world_size, align), _in_order(content, rows)
+    return Bucket(
+        index, title, layout, [p for _, p in params], row=topology.shard_index("local"), is_persistent=is_persistent
     )
-    return Bucket(index, title, layout, params, row=topology.shard_index("local"), is_persistent=is_persistent)
+
+
+def _in_order(content: Content, rows: Mapping[nn.Parameter, int]) -> list[tuple[str, nn.Parameter]]:
+    """The parameters as they lie in the bucket."""
+    return sorted(content.named, key=lambda one: rows[one[1]]) if content.whole and rows else content.named
+
+
+def _layout(content: Content, rows: Mapping[nn.Parameter, int], world_size: int, align: int) -> BucketLayout:
+    named = _in_order(content, rows)
+    return BucketLayout.of(
+        [name for name, _ in named],
+        [tuple(param.shape) for _, param in named],
+        world_size,
+        align,
+        whole=[param in content.whole for _, param in named],
+        owners=[rows[param] for _, param in named] if content.whole and rows else None,
+    )
 
 
 def check_ranks_agree(buckets: list[Bucket], settings: ZeroSettings, topology: Topology) -> None:

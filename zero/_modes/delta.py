@@ -35,7 +35,7 @@ class Delta(DeltaMode):
         return None if bucket.is_persistent or not bucket.is_trainable else FullReplica(bucket, options, format)
 
     def memory(self, shape: MemoryShape) -> dict[str, float]:
-        return {"parameters": shape.param_nbytes * shape.trainable / (shape.num_nodes * shape.ranks_per_node)}
+        return {"parameters": shape.param_nbytes * shape.trainable}
 
 
 class FullReplica:

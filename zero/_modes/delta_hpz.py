@@ -91,11 +91,10 @@ class DeltaHpz(DeltaMode):
         return NodeSumReduction(topology, settings, effective)
 
     def memory(self, shape: MemoryShape) -> dict[str, float]:
-        per_node = shape.ranks_per_node
         return {
-            "secondary partition": shape.param_nbytes * shape.numel / per_node,
-            "residuals": (1 + 2 / 256) * shape.trainable / per_node,
-            "sums of the node": 4 * shape.trainable / per_node if shape.sums_gradients else 0,
+            "secondary partition": shape.param_nbytes * shape.node_numel,
+            "residuals": (1 + 2 / 256) * shape.node_trainable,
+            "sums of the node": 4 * shape.node_trainable if shape.sums_gradients else 0,
         }
 
     def schedule(self, stage: Stage, num_micro: int, *, has_secondary: bool) -> StepSchedule:
@@ -204,7 +203,8 @@ class NodeSumReduction(GradientReduceScatter):
         else:
             scale = 1.0 if self.loss_scale is None or self.is_unscaled else self.loss_scale.scale
             if self.loss_scale is None and sums.residual is not None:
-                sums.residual.set_loss_scale(self._scaling.current_scale())  # that of the user's own GradScaler
+                # That of the user's own GradScaler.
+                sums.residual.set_loss_scale(self._scaling.current_scale(grads.bucket.index))
             work = sums.reduce(output, full, scale=scale, async_op=self.is_async)
         return [] if work is None else [work]
 

@@ -20,11 +20,12 @@ from zero._sharding.stages import Stage
 class MemoryShape(NamedTuple):
     """What the memory of a mode depends on."""
 
-    numel: int
-    trainable: int
-    """Elements of ``numel`` that are trained."""
-    num_nodes: int
-    ranks_per_node: int
+    trainable: float
+    """Elements of the rank's shards that are trained."""
+    node_numel: float
+    """Elements of the rank's part of its node's copy of the parameters."""
+    node_trainable: float
+    """Those that are trained."""
     param_nbytes: int
     """Bytes of a parameter's element."""
     sums_gradients: bool

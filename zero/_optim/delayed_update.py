@@ -32,12 +32,11 @@ from torch.optim import Optimizer
 
 from zcomm import Topology
 from zcomm._base.rank_context import bound, threads
-from zero._optim.cpu_optimizer_base import CPUOptimizer
 from zero._optim.file_update import FileUpdate
 from zero._optim.masters import MasterPiece
 from zero._optim.optimizer_clone import over_groups
 from zero._optim.state_files import StateFiles
-from zero._optim.step_pieces import step_pieces
+from zero._optim.step_pieces import folds, step_pieces
 from zero._ranks.rank_errors import on_every_rank
 from zero._sharding.bucket import Bucket
 from zero._storage.gradient_store import GradientStore
@@ -50,7 +49,7 @@ class DelayedStep:
     Args:
         inner: The optimizer.
         pieces: The pieces to step: all in memory, or all in ``files``. Their masters have their gradients.
-        factor: Multiplies the gradients, if the optimizer is one of zero's own.
+        factor: Multiplies the gradients, if the optimizer is, or has, one of zero's own.
         gradients: Cleared once the update has run.
         files: Where masters and moments are stored, if they are in files.
         fail: Called with an error that leaves some masters updated and others not.
@@ -90,7 +89,7 @@ class DelayedStep:
             self._files.run(self._factor, all_buckets=True)
             return
         step_pieces(self._copy, self._pieces, self._factor)
-        if not isinstance(self._copy, CPUOptimizer):
+        if not folds(self._copy):
             for bucket in dict.fromkeys(piece.bucket for piece in self._pieces):
                 bucket.update_shard()
 

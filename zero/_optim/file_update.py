@@ -17,9 +17,9 @@ from torch.optim import Optimizer
 from zcomm import StateError
 from zero._optim.cpu_optimizer_base import CPUOptimizer
 from zero._optim.masters import MasterPiece, is_elementwise, pieces_by_bucket
-from zero._optim.several import name_of
+from zero._optim.several import name_of, optimizers_of, owners_of_groups
 from zero._optim.state_files import LoadedSubGroup, StateFiles
-from zero._optim.step_pieces import numbers_of_groups, step_leaves
+from zero._optim.step_pieces import numbers_of_groups, step_leaves, widened
 from zero._optim.sub_groups import SubGroup, new_pipeline
 from zero._storage.poison import placeholder
 
@@ -55,12 +55,14 @@ class FileUpdate:
         """Update every sub-group with a gradient and write its parameters; :meth:`commit` makes them valid.
 
         Args:
-            factor: Multiplies gradients; 1 unless the optimizer is one of zero's own.
+            factor: Multiplies gradients; 1 unless the optimizer is, or has, one of zero's own.
             all_buckets: Also write the parameters of sub-groups without a gradient.
         """
         self._done, self._states = [], {}
-        leaves = [param for group in self._inner.param_groups for param in group["params"]]
-        self._number_of = {id(leaf): number for number, leaf in enumerate(leaves)}
+        self._number_of = {}
+        for one in optimizers_of(self._inner):
+            leaves = (param for group in one.param_groups for param in group["params"])
+            self._number_of |= {id(leaf): number for number, leaf in enumerate(leaves)}
         self._files.gradients.raise_error()
         groups = [group for group in self._files.groups if all_buckets or self._has_gradient(group)]
         settings = (group.items() for group in self._inner.param_groups)
@@ -153,26 +155,29 @@ class FileUpdate:
         }
 
     def _step(self, parts: list[LoadedMaster], factor: float) -> None:
-        inner = self._inner
-        if isinstance(inner, CPUOptimizer):
-            for part in parts:
-                leaf = id(part.piece.master)
-                group, place = inner.param_groups[self._group_of[leaf]], (self._number_of[leaf], part.first)
-                inner.step_tensor_(part.master, part.grad, group, grad_factor=factor, out=part.out, place=place)
-            return
+        inner, owners, others = self._inner, owners_of_groups(self._inner), list[LoadedMaster]()
         leaves: dict[int, list[Tensor]] = defaultdict(list)
         for part in parts:
-            part.master.grad = part.grad.to(part.master.dtype)
-            leaves[self._group_of[id(part.piece.master)]].append(part.master)
-        step_leaves(inner, leaves)
-        for part in parts:
+            leaf = id(part.piece.master)
+            number = self._group_of[leaf]
+            group, place = inner.param_groups[number], (self._number_of[leaf], part.first)
+            if isinstance(own := owners[number], CPUOptimizer):
+                own.step_tensor_(part.master, part.grad, group, grad_factor=factor, out=part.out, place=place)
+                continue
+            part.master.grad = widened(part.grad, part.master, factor)
+            leaves[number].append(part.master)
+            others.append(part)
+        if not isinstance(inner, CPUOptimizer):
+            step_leaves(inner, leaves)
+        for part in others:
             part.master.grad = None
             part.out.copy_(part.master)
 
     def _keep_state(self, part: LoadedMaster, state: Mapping[str, Any]) -> None:
         """Copy moments to the buffer that is written; keep the rest for the commit."""
         kept: dict[str, Any] = {}
-        named = self._inner.moments if isinstance(self._inner, CPUOptimizer) else ()
+        owner = owners_of_groups(self._inner)[self._group_of[id(part.piece.master)]]
+        named = owner.moments if isinstance(owner, CPUOptimizer) else ()
         for name, value in state.items():
             if name in part.moments:
                 if value.data_ptr() != part.moments[name].data_ptr():

@@ -1,5 +1,7 @@
 """Replace torch's Adam and AdamW by :class:`zero.CPUAdam`, with their settings, when masters are off the device.
 
+Also those in a list of optimizers.
+
 torch makes one pass over memory for each operation of a step; CPUAdam moves each value once. The rule and the names of
 the states are the same, so each loads checkpoints of the other.
 
@@ -15,6 +17,7 @@ the states are the same, so each loads checkpoints of the other.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -25,14 +28,14 @@ from zero._config.resolved import ResolvedConfig
 from zero._optim.cpu_optimizer_base import CPUOptimizer
 from zero._optim.cpu_optimizers import CPUAdam
 from zero._optim.masters import GivenOptimizer, Groups, MasterPiece, build_inner
-from zero._optim.several import name_of
+from zero._optim.several import Several, optimizers_of
 from zero._sharding.bucket import Bucket
 
 
 def build_updater(
     optimizer: GivenOptimizer, groups: Groups, pieces: list[MasterPiece], plan: ResolvedConfig, buckets: list[Bucket]
 ) -> Optimizer:
-    """The inner optimizer over ``pieces``, this rank's masters: ``optimizer``, or a CPUAdam in its place.
+    """The inner optimizer over ``pieces``, this rank's masters: ``optimizer``, or a CPUAdam in place of each Adam.
 
     The choice depends on ``plan`` and ``buckets`` only, so it is the same on every rank.
     """
@@ -40,11 +43,20 @@ def build_updater(
     trainable = [bucket for bucket in buckets if bucket.is_trainable]
     is_on_host = all(b.states.is_on_host and b.dtype != torch.float64 for b in trainable)
     is_wanted = plan.configuration.values.zero_force_ds_cpu_optimizer
-    is_replaceable = isinstance(inner, Adam) and not any(_reasons(inner))
-    return _replaced(inner) if is_wanted and is_on_host and is_replaceable else inner
+    if not (is_wanted and is_on_host):
+        return inner
+    if isinstance(inner, Several):
+        inner.optimizers = [_replaced(one) for one in inner.optimizers]
+        inner.share()
+        return inner
+    return _replaced(inner)
 
 
-def _replaced(inner: Optimizer) -> CPUAdam:
+def _replaced(inner: Optimizer) -> Optimizer:
+    return _as_cpu_adam(inner) if isinstance(inner, Adam) and not any(_reasons(inner)) else inner
+
+
+def _as_cpu_adam(inner: Adam) -> CPUAdam:
     """A CPUAdam that shares groups and state with ``inner``, so a scheduler built on ``inner`` still works."""
     for group in inner.param_groups:
         group["adamw_mode"] = group["decoupled_weight_decay"]
@@ -59,6 +71,8 @@ def _replaced(inner: Optimizer) -> CPUAdam:
 
 def describe_update(inner: Optimizer) -> str:
     """The optimizer that updates masters off the device, for ``optimizer.effective``."""
+    if isinstance(inner, Several):
+        return " and ".join(map(describe_update, inner.optimizers))
     text = f"{type(inner).__module__.partition('.')[0]}'s {type(inner).__name__}"
     if isinstance(inner, CPUOptimizer):
         return f"{text} in place of the {inner.stands_for} that was given" if inner.stands_for else text
@@ -69,9 +83,17 @@ def describe_update(inner: Optimizer) -> str:
 def is_same_rule(inner: Optimizer, saved: str, options: Sequence[Mapping[str, Any]]) -> bool:
     """Whether ``inner`` can load the states of an optimizer of the class ``saved`` with these groups.
 
-    True for the same class, or if both are Adam and every group has the same kind of weight decay in both.
+    True for the same class, or if both are Adam and every group has the same kind of weight decay in both; of several,
+    if it is true for each.
     """
-    if name_of(inner) == saved:
+    own, names = optimizers_of(inner), saved.split(" + ")
+    ends = accumulate((len(one.param_groups) for one in own), initial=0)
+    parts = [options[first:end] for first, end in pairwise(ends)]
+    return len(own) == len(names) and all(map(_is_same, own, names, parts))
+
+
+def _is_same(inner: Optimizer, saved: str, options: Sequence[Mapping[str, Any]]) -> bool:
+    if type(inner).__name__ == saved:
         return True
     groups = inner.param_groups
     return (

@@ -69,6 +69,13 @@ def split_for_muon(model: nn.Module) -> MuonSplit:
         matrices, others, _ = zero.split_for_muon(model)
         optimizer = zero.ZeroOptimizer(model, [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=3e-4)])
     """
+    found = divide_by_role(model)
+    logger.info("%s", found)
+    return found
+
+
+def divide_by_role(model: nn.Module) -> MuonSplit:
+    """:func:`split_for_muon` without a log."""
     modules = dict(model.named_modules())
     embeddings = [m.weight for m in modules.values() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]
     num_rows = max((weight.shape[0] for weight in embeddings), default=0)
@@ -81,7 +88,6 @@ def split_for_muon(model: nn.Module) -> MuonSplit:
             rows = 0 if is_listed else num_rows
             roles[name] = "embedding" if param in set(embeddings) else _role(name, module, param, rows)
             (found.matrices if roles[name] == MATRIX else found.others).append(param)
-    logger.info("%s", found)
     return found
 
 

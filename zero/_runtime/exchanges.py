@@ -1,7 +1,8 @@
 """Bytes that a rank sends in a step and the number of its exchanges, by purpose: :mod:`zcomm.volume` for each bucket.
 
 Bytes are those that :func:`zcomm.traffic` counts, without control exchanges (a few bytes each). One exchange is a
-message to each peer on a link; an agreement of all ranks counts as one, too. For k micro-batches, and at stage 3 as an
+message to each peer on a link; an agreement of all ranks counts as one, too. Where shards differ in length, bytes are
+those of the rank of the shape. For k micro-batches, and at stage 3 as an
 upper bound:
 
     stage 0           k or 1 reductions (no_sync), and the gradients gathered once
@@ -16,7 +17,7 @@ upper bound:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, cast
 
@@ -24,14 +25,18 @@ import torch
 
 from zcomm import Topology
 from zcomm._transport.backend_choice import BackendName, KernelsName
+from zcomm._transport.topology import Numbering
 from zcomm.volume import (
     Exchanged,
+    Pair,
     Sent,
     all_gather_sent,
     exchanged,
     one_hop_sent,
     reduce_scatter_sent,
     secondary_gather_sent,
+    uneven_all_gather_sent,
+    uneven_reduce_scatter_sent,
 )
 from zero._config.settings import Effective, ZeroSettings
 from zero._gather.gather_sources import GatherOptions, gather_options
@@ -53,6 +58,10 @@ class MovedBytes(NamedTuple):
 
 
 NOTHING = MovedBytes(Sent(0, 0), Exchanged(0, 0))
+UNEVEN: Mapping[Callable[..., Sent], Callable[..., Sent]] = {
+    all_gather_sent: uneven_all_gather_sent, reduce_scatter_sent: uneven_reduce_scatter_sent
+}  # fmt: skip
+"""The formulas of shards of different lengths by those of equal shards."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +78,11 @@ class TopologyShape:
     def world_size(self) -> int:
         """Number of ranks."""
         return self.num_nodes * self.ranks_per_node
+
+    def shard_index(self, numbering: Numbering) -> int:
+        """As that of a Topology."""
+        node, local = divmod(self.rank, self.ranks_per_node)
+        return self.rank if numbering == "rank" else local * self.num_nodes + node
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,12 +113,16 @@ class Exchanges:
     def gather(self, layout: BucketLayout) -> MovedBytes:
         """The gather of a bucket's full parameters from the primary partition, over all ranks."""
         wire = (self.effective.weight_format,) * 2
-        return self._moved(all_gather_sent, _sizes(self.options.columns(layout)), self.dtype, wire)
+        return self._moved(all_gather_sent, layout, _sizes(self.options.columns(layout)), self.dtype, wire)
 
     def gather_in_node(self, layout: BucketLayout) -> MovedBytes:
         """The gather of a bucket's full parameters from the secondary partition, inside the node."""
-        parts, per_node = _sizes(self.options.columns(layout)), self.shape.ranks_per_node
-        sent = [secondary_gather_sent(n * layout.world_size, self.dtype, per_node) for n in parts]
+        per_node = self.shape.ranks_per_node
+        parts = [n * layout.world_size for n in _sizes(self.options.columns(layout))]
+        if layout.sizes is not None:  # at once; a secondary partition is equal all the same, and a replica is not
+            own = layout.node_numel(self._row, self.shape.num_nodes)
+            parts = [layout.numel if self.mode.deltas_over != "nodes" else own * per_node]
+        sent = [secondary_gather_sent(n, self.dtype, per_node) for n in parts]
         return total([MovedBytes(part, Exchanged(int(per_node > 1), 0)) for part in sent])
 
     def reduce(self, layout: BucketLayout) -> MovedBytes:
@@ -113,20 +131,21 @@ class Exchanges:
         wire = self.effective.gradient_formats or (narrow, narrow)
         chunks = _sizes(layout.chunks(self.settings.reduce_bucket_size))
         parts = chunks if self.mode.is_chunked else [layout.shard_numel]
-        return self._moved(reduce_scatter_sent, parts, self.gradient_dtype, wire)
+        return self._moved(reduce_scatter_sent, layout, parts, self.gradient_dtype, wire)
 
     def write_back(self, layout: BucketLayout) -> MovedBytes:
         """The gather after a step: below stage 3 of new parameters (stage 0: of gradients), or of deltas."""
         if (wire := self.change_wire) is not None:
             if self.mode.deltas_over == "world":
-                return self._moved(all_gather_sent, [layout.shard_numel], torch.float32, (wire, wire))
-            sent = one_hop_sent(layout.shard_numel, torch.float32, 0, self.shape.num_nodes - 1, wire)
+                return self._moved(all_gather_sent, layout, [layout.shard_numel], torch.float32, (wire, wire))
+            start, stop = layout.shard_range(self._row)
+            sent = one_hop_sent(stop - start, torch.float32, 0, self.shape.num_nodes - 1, wire)
             return MovedBytes(sent, Exchanged(0, int(self.shape.num_nodes > 1)))  # one hop, never in chunks
         if self.effective.stage.shards_parameters:
             return NOTHING
         if not self.effective.stage.shards_states:
             parts = _sizes(layout.chunks(self.settings.reduce_bucket_size))
-            return self._moved(all_gather_sent, parts, self.gradient_dtype, ("none", "none"))
+            return self._moved(all_gather_sent, layout, parts, self.gradient_dtype, ("none", "none"))
         return self._gather_new(layout)
 
     @property
@@ -141,12 +160,20 @@ class Exchanges:
     def _gather_new(self, layout: BucketLayout) -> MovedBytes:
         """The gather of new parameters after a step."""
         parts, wire = _sizes(layout.chunks(self.options.max_numel)), self.effective.weight_format
-        return self._moved(all_gather_sent, parts, self.dtype, (wire, wire))
+        return self._moved(all_gather_sent, layout, parts, self.dtype, (wire, wire))
+
+    @property
+    def _row(self) -> int:
+        return self.shape.shard_index("local")
 
     def _moved(
-        self, sent: Callable[..., Sent], parts: list[int], dtype: torch.dtype, wire: tuple[str, str]
+        self, sent: Callable[..., Sent], layout: BucketLayout, parts: list[int], dtype: torch.dtype, wire: Pair
     ) -> MovedBytes:
+        """``parts``: what each exchange has of every shard, if shards are equal."""
         nodes = self.shape.num_nodes, self.shape.ranks_per_node
+        if layout.sizes is not None:
+            nbytes = UNEVEN[sent](layout.sizes, self._row, dtype, *nodes, wire, "local")
+            return MovedBytes(nbytes, exchanged(1, *nodes, wire))
         return total([MovedBytes(sent(n, dtype, *nodes, wire), exchanged(n, *nodes, wire)) for n in parts])
 
     def agreements(self, num_micro: int) -> MovedBytes:

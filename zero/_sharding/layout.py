@@ -159,6 +159,11 @@ class BucketLayout:
         """The elements of shard number ``shard`` in the bucket, ``(start, stop)``."""
         return self._bounds[shard], self._bounds[shard + 1]
 
+    def node_numel(self, shard: int, num_nodes: int) -> int:
+        """Elements of the shards of the ranks with the local rank of the one that has ``shard``; ``num_nodes`` each."""
+        first = shard - shard % num_nodes
+        return self.shard_range(first + num_nodes - 1)[1] - self.shard_range(first)[0]
+
     @cached_property
     def gaps(self) -> tuple[tuple[int, int], ...]:
         """The ranges of padding, ``(start, stop)``; no parameter writes to them."""

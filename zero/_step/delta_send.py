@@ -23,7 +23,7 @@ from zero._optim.cpu_optimizer_base import CPUOptimizer
 from zero._optim.elementwise_check import BY_PARAMETER, OF_TENSORS
 from zero._optim.masters import MasterPiece, pieces_by_bucket
 from zero._optim.several import name_of, optimizers_of
-from zero._optim.step_pieces import numbers_of_groups, step_pieces
+from zero._optim.step_pieces import folds, numbers_of_groups, step_pieces
 from zero._runtime.runtime import Runtime
 from zero._sharding.bucket import Bucket
 from zero._sharding.layout import group_consecutive
@@ -75,7 +75,7 @@ class BucketwiseUpdate:
         """Step every bucket in memory, write its shard, and send its change. Collective.
 
         Args:
-            factor: Multiplies gradients; 1 unless the optimizer is one of zero's own.
+            factor: Multiplies gradients; 1 unless the optimizer is, or has, one of zero's own.
             changed: Indices of the buckets that the step changes; the others are not sent.
 
         Raises:
@@ -102,7 +102,7 @@ class BucketwiseUpdate:
         if pieces:
             step_pieces(self._inner, pieces, factor, groups)
         for bucket in buckets:
-            if self._pieces[bucket] and not isinstance(self._inner, CPUOptimizer):
+            if self._pieces[bucket] and not folds(self._inner):
                 bucket.update_shard()
 
 

@@ -3,6 +3,7 @@
     inner optimizer    gradient, master, moments                               new parameters
     torch              cast, unscaled, clipped first: a pass each              written by the write-back
     zero.CPU*          read as stored, times one factor, in one pass           written in the same pass
+    both, in a list    read as stored; torch's: cast, times the factor         by zero.CPU* in its pass, then torch's
 
 The factor of clipping stays on the GPU, so the host does not wait for it; only optimizers on the host read its value.
 
@@ -22,7 +23,7 @@ from zcomm import StateError
 from zero._optim.delayed_update import DelayedStep, DelayedUpdate
 from zero._optim.file_update import FileUpdate
 from zero._optim.masters import MasterPiece
-from zero._optim.step_pieces import step_pieces
+from zero._optim.step_pieces import folds, step_pieces
 from zero._ranks.rank_errors import on_every_rank
 from zero._runtime.runtime import Runtime
 from zero._runtime.write_back import used_buckets, used_parameters
@@ -46,7 +47,7 @@ class Update:
         trainable = [bucket for bucket in runtime.buckets if bucket.is_trainable]
         self._immediate_buckets = [bucket for bucket in trainable if not bucket.states.is_on_host]
         self._is_on_host = any(bucket.states.is_on_host and not bucket.states.is_in_files for bucket in trainable)
-        self.folds = gradients.rounds_means
+        self.folds = folds(inner)
         """Whether unscaling and clipping are a factor of the update, not passes before it."""
         self._files = FileUpdate(runtime.state_files, inner, pieces)
         self._failure: BaseException | None = None

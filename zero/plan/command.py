@@ -64,6 +64,7 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     job.add_argument("--batch", type=int, default=1, metavar="N", help="sequences of a rank in a micro-batch")
     job.add_argument("--accumulation", type=int, default=1, metavar="N", help="micro-batches in a step")
     job.add_argument("--no-checkpointing", action="store_true", help="keep all activations")
+    job.add_argument("--optimizer", choices=["adamw", "muon"], default="adamw", help="muon: for the hidden matrices")
     job.add_argument("--precision", choices=["bf16", "fp16"], default="bf16")
     job.add_argument("--narrow-gradients", action="store_true", help="sum gradients in 16 bits (grad_accum_dtype)")
     parser.add_argument("--max-model", action="store_true", help="find the largest model of such layers that fits")
@@ -83,6 +84,7 @@ def run(options: argparse.Namespace) -> str:
         num_micro=options.accumulation,
         is_checkpointed=not options.no_checkpointing,
         precision=options.precision,
+        optimizer=options.optimizer,
         narrow_gradients=options.narrow_gradients,
     )
     model = _model_of(options)

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 from torch import nn
 
-from zcomm import ConfigError
+from zcomm import ConfigError, Topology
 from zero._config.parse import Configuration, Source, parse, read_source
 from zero._config.resolved import ResolvedConfig, resolve_config
+from zero._model.model_layout import layouts_of
 from zero._modes import MODES
+from zero._optim.muon import divide_by_role
 from zero._optim.sub_groups import LARGEST_NUMEL
+from zero._runtime.exchanges import TopologyShape
 from zero._sharding.layout import BucketLayout
 from zero._sharding.units import by_kind, find_units
 from zero._storage.parameter_storage import LEAST_AHEAD_NBYTES
@@ -23,6 +28,7 @@ from zero.plan.formulas import (
     MemoryUsage,
     NvmeFiles,
     ShardTiers,
+    Share,
     TrainingSetup,
     usage_of,
 )
@@ -36,6 +42,9 @@ TIERS = {
 }
 PLACES = {Tier.DEVICE: "device", Tier.CPU: "host", Tier.NVME: "nvme"}
 NUM_MOMENTS = {"sgd": 0, "adagrad": 1, "lion": 1, "rmsprop": 1}
+"""Of optimizers that update elements, and of those that ``"Muon"`` does not get; 2 for others."""
+NUM_WHOLE_MOMENTS = {"muon": 1, "lamb": 2, "adafactor": 0}
+"""States with a value for each element, of optimizers that update whole tensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +59,14 @@ class Estimate:
     counts: Counts
     activations: Activations | None
 
-    def usage(self, stage: int | None = None, tier: str | None = None) -> list[MemoryUsage]:
-        """Return the bytes of every kind at a stage and tier; default: the configured ones."""
+    def usage(self, stage: int | None = None, tier: str | None = None, *, rank: int | None = None) -> list[MemoryUsage]:
+        """Return the bytes of every kind at a stage and tier; default: the configured ones.
+
+        ``rank``: where an optimizer updates whole tensors, ranks differ; default: the one that has most.
+        """
         chosen = TIERS[self.tier if tier is None else tier]
         setup = replace(self.setup, stage=self.stage if stage is None else stage, tier=chosen)
-        return usage_of(self.counts, setup, self.activations)
+        return usage_of(self.counts, setup, self.activations, rank)
 
     def nbytes(self, place: str = "device", *, stage: int | None = None, tier: str | None = None) -> float:
         """Return the bytes in ``place``: ``device``, ``host`` or ``nvme``."""
@@ -123,6 +135,9 @@ def estimate(
         ConfigError: There is less than one node or rank, or the configuration is invalid.
         NotAvailableError: A key asks for something that this version does not support.
 
+    With ``"Muon"``, ``"Lamb"`` or ``"Adafactor"`` as ``optimizer.type`` every rank has the whole tensors that it gets
+    at the configured stage. Of counts all parameters are taken for such tensors, and shards for equal.
+
     The estimate does not include fragmentation, CUDA's own memory and temporary memory of kernels. Formulas and their
     sources are in :mod:`zero.plan.formulas`.
     """
@@ -132,7 +147,7 @@ def estimate(
         config = parse({}, "default") if config is None else read_source(config)
     plan = resolve_config(config, {})
     settings, tiers = plan.settings, plan.settings.tiers
-    counts = model if isinstance(model, Counts) else count(model, nodes * ranks)
+    counts = _counts_of(model, plan, nodes, ranks)
     setup = _setup(plan, 4 if isinstance(model, Counts) else _param_nbytes(model), counts, nodes, ranks)
     tier = ShardTiers(parameters=PLACES[tiers.parameters.tier], states=PLACES[tiers.states.tier])
     name = next((name for name, known in TIERS.items() if known == tier), None)
@@ -163,6 +178,50 @@ def count(model: nn.Module, world_size: int) -> Counts:
     return Counts(numel=numel, trainable=trainable, largest_unit=largest)
 
 
+def _counts_of(model: nn.Module | Counts, plan: ResolvedConfig, nodes: int, ranks: int) -> Counts:
+    """The counts of ``model`` with the optimizer of ``plan``."""
+    kind = _optimizer_of(plan)
+    if isinstance(model, Counts):
+        trainable = model.numel if model.trainable is None else model.trainable
+        return replace(model, whole=trainable) if kind in NUM_WHOLE_MOMENTS and not model.whole else model
+    counts = count(model, nodes * ranks)
+    if kind not in NUM_WHOLE_MOMENTS:
+        return counts
+    trained = [param for param in model.parameters() if param.requires_grad]
+    whole = set(divide_by_role(model).matrices if kind == "muon" else trained)
+    shape = TopologyShape(nodes, ranks)
+    buckets = layouts_of(model, plan.settings, cast(Topology, shape), whole)
+    return with_shares(counts, buckets, nodes, ranks)
+
+
+def with_shares(counts: Counts, buckets: Sequence[tuple[BucketLayout, bool]], nodes: int, ranks: int) -> Counts:
+    """``counts`` of the model that these ``buckets`` hold, with whole tensors. Each with whether it is trainable."""
+    own = [(layout, layout.slots, is_trainable) for layout, is_trainable in buckets]
+    whole = sum(slot.numel for _, slots, _ in own for slot in slots if slot.is_whole)
+    found = replace(counts, whole=whole)
+    if all(layout.sizes is None for layout, _ in buckets):
+        return found
+    shares = []
+    for rank in range(nodes * ranks):
+        row = TopologyShape(nodes, ranks, rank).shard_index("local")
+        numels = [(layout.shard_range(row), layout.node_numel(row, nodes), trains) for layout, trains in buckets]
+        pieces = [(slots, piece) for layout, slots, _ in own for piece in layout.pieces(row)]
+        shares.append(
+            Share(
+                numel=sum(stop - start for (start, stop), _, _ in numels),
+                trainable=sum(stop - start for (start, stop), _, trains in numels if trains),
+                whole=sum(piece.stop - piece.start for slots, piece in pieces if slots[piece.slot].is_whole),
+                node_numel=sum(numel for _, numel, _ in numels),
+                node_trainable=sum(numel for _, numel, trains in numels if trains),
+            )
+        )
+    return replace(found, shares=tuple(shares))
+
+
+def _optimizer_of(plan: ResolvedConfig) -> str:
+    return (plan.configuration.values.optimizer.type or "adam").lower()
+
+
 def _param_nbytes(model: nn.Module) -> int:
     sizes = [param.element_size() for param in model.parameters()]
     return max(set(sizes), key=sizes.count, default=4)
@@ -173,7 +232,8 @@ def _setup(plan: ResolvedConfig, own_nbytes: int, counts: Counts, nodes: int, ra
     mode = None if nodes == 1 and MODES[settings.mode].needs_nodes else settings.mode
     weights = None if settings.mode else settings.weight_format  # a mode's is that of deltas
     param_nbytes = own_nbytes if plan.dtype is None else plan.dtype.itemsize
-    moments = NUM_MOMENTS.get((plan.configuration.values.optimizer.type or "adam").lower(), 2)
+    kind = _optimizer_of(plan)
+    moments = NUM_MOMENTS.get(kind, 2)
     width = 8 if own_nbytes == 8 else 4
     gradient_nbytes = width if settings.gradient_dtype is None else settings.gradient_dtype.itemsize
     # Gradients are sent in the dtype of the parameters unless a format says otherwise; "none" is the dtype of sums.
@@ -185,6 +245,7 @@ def _setup(plan: ResolvedConfig, own_nbytes: int, counts: Counts, nodes: int, ra
         param_nbytes=param_nbytes,
         gradient_nbytes=gradient_nbytes,
         state_nbytes=width * (1 + moments),
+        whole_state_nbytes=width * (1 + NUM_WHOLE_MOMENTS.get(kind, moments)),
         shared_nbytes=width if param_nbytes == width else 0,
         sent_nbytes=gradient_nbytes if settings.gradient_format == "none" else min(param_nbytes, gradient_nbytes),
         reduced_nbytes=min(param_nbytes, gradient_nbytes) if is_plain else gradient_nbytes,
@@ -194,14 +255,14 @@ def _setup(plan: ResolvedConfig, own_nbytes: int, counts: Counts, nodes: int, ra
         mode=mode,
         quantizes_weights=mode is None and (settings.quantized_weights or weights not in (None, "none")),
         encodes_frozen=settings.quantized_nontrainable_weights,
-        files=_files(settings.tiers, counts, param_nbytes, nodes * ranks),
+        files=_files(settings.tiers, counts, param_nbytes, nodes * ranks, width if kind == "muon" else 0),
         offloaded_share=states.ratio,
         delays_update=states.delays_update and states.tier is not Tier.DEVICE,
         pins_memory=settings.tiers.pins_memory,
     )
 
 
-def _files(tiers: Tiers, counts: Counts, param_nbytes: int, world_size: int) -> NvmeFiles:
+def _files(tiers: Tiers, counts: Counts, param_nbytes: int, world_size: int, unused_nbytes: int) -> NvmeFiles:
     parameters, states = tiers.parameters, tiers.states
     largest = max(-(-counts.largest_unit // world_size), LEAST_AHEAD_NBYTES // param_nbytes)
     return NvmeFiles(
@@ -210,6 +271,7 @@ def _files(tiers: Tiers, counts: Counts, param_nbytes: int, world_size: int) -> 
         sub_group_numel=min(states.sub_group_numel, LARGEST_NUMEL),
         num_sub_groups=min(states.num_buffers, 1 + states.reads_ahead + states.writes_behind),
         num_generations=2 if states.keeps_previous else 1,
+        unused_nbytes=unused_nbytes,
     )
 
 

@@ -1,6 +1,8 @@
 """Memory usage of one rank as formulas, for the estimate and for planning. No model and no device is needed.
 
-P parameters, T of them trainable; N ranks, L of them on a node; U elements in the largest unit (a layer). Bytes of an
+P parameters, T of them trainable; N ranks, L of them on a node; U elements in the largest unit (a layer). Where an
+optimizer updates whole tensors (Muon), the elements of a rank's shards stand for P / N and T / N, those of its node's
+ranks with its local rank for P / L and T / L, and b_s is that of each kind of tensors. Bytes of an
 element: b_p of what the forward reads; of gradients b_g where they are stored, b_w while they are copied to the host
 and b_t while they are reduced; b_s of states. Counts are in elements.
 
@@ -54,6 +56,22 @@ NUM_GRADIENT_BUFFERS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """Elements that one rank has."""
+
+    numel: float
+    """Of its shards."""
+    trainable: float
+    """Those of them that are trained."""
+    whole: float
+    """Those of tensors that are updated as a whole."""
+    node_numel: float
+    """Of the shards of its local rank on all nodes: its part of the node's copy of the model."""
+    node_trainable: float
+    """Those of them that are trained."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Counts:
     """Numbers of elements in a model."""
 
@@ -63,6 +81,23 @@ class Counts:
     """Elements of trainable parameters; default: all."""
     largest_unit: int = 0
     """Elements of the largest unit, which is gathered as one: a layer, or the embedding."""
+    whole: int = 0
+    """Elements of the tensors that their optimizer updates as a whole."""
+    shares: tuple[Share, ...] = ()
+    """What each rank has, in order; empty: all have the same."""
+
+    def share(self, setup: TrainingSetup, rank: int) -> Share:
+        """What ``rank`` has of a model whose states are sharded."""
+        if self.shares:
+            return self.shares[rank]
+        trainable, ranks, per_node = _trainable_and_frozen(self)[0], setup.world_size, setup.ranks_per_node
+        return Share(
+            numel=self.numel / ranks,
+            trainable=trainable / ranks,
+            whole=self.whole / ranks,
+            node_numel=self.numel / per_node,
+            node_trainable=trainable / per_node,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +145,8 @@ class NvmeFiles:
     """Sub-groups in memory at a time."""
     num_generations: int = 2
     """Copies of each state in the files."""
+    unused_nbytes: float = 0
+    """Bytes of room for an element that its optimizer does not use, at least: files have room for the states of all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,6 +163,8 @@ class TrainingSetup:
     """Bytes of a gradient's element where gradients are summed and stored."""
     state_nbytes: float = 12
     """Bytes of states for an element: 4 of the master, and 4 of each moment."""
+    whole_state_nbytes: float = 12
+    """The same of tensors that are updated as a whole: Muon keeps one moment."""
     shared_nbytes: int = 0
     """Bytes of ``state_nbytes`` that are the parameter itself: a master that the forward reads, if not offloaded."""
     sent_nbytes: int = 4
@@ -173,9 +212,16 @@ class MemoryUsage:
     """Whether it is page-locked host memory."""
 
 
-def usage_of(counts: Counts, setup: TrainingSetup, activations: Activations | None = None) -> list[MemoryUsage]:
-    """Return the bytes of every kind on one rank, without kinds that use none."""
-    found = [*_parameters(counts, setup), *_gradients(counts, setup), *_states(counts, setup), *_buffers(counts, setup)]
+def usage_of(
+    counts: Counts, setup: TrainingSetup, activations: Activations | None = None, rank: int | None = None
+) -> list[MemoryUsage]:
+    """Return the bytes of every kind on ``rank``, without kinds that use none; default: the rank that has most."""
+    if rank is None:
+        ranks = range(len(counts.shares) or 1)
+        return max((usage_of(counts, setup, activations, one) for one in ranks), key=_total)
+    share = counts.share(setup, rank)
+    found = [*_parameters(counts, share, setup), *_gradients(counts, share, setup)]
+    found += [*_states(counts, share, setup), *_buffers(counts, share, setup)]
     if activations is not None:
         found += _activations(activations, setup)
     return [usage for usage in found if usage.nbytes]
@@ -186,14 +232,17 @@ def _offloadable(kind: str, place: str, nbytes: float, setup: TrainingSetup) -> 
     return MemoryUsage(kind, place, nbytes, place == "host" and setup.pins_memory)
 
 
-def _parameters(counts: Counts, setup: TrainingSetup) -> list[MemoryUsage]:
-    trainable, frozen = _trainable_and_frozen(counts)
+def _total(usages: list[MemoryUsage]) -> float:
+    return sum(usage.nbytes for usage in usages)
+
+
+def _parameters(counts: Counts, share: Share, setup: TrainingSetup) -> list[MemoryUsage]:
     if setup.stage < 3:
-        shards = _of_mode(counts, setup).get("parameters", 0.0)
+        shards = _of_mode(share, setup).get("parameters", 0.0)
         return [MemoryUsage("parameters", "device", setup.param_nbytes * counts.numel + shards)]
-    ranks, place = setup.world_size, setup.tier.parameters
-    codes = ENCODED_NBYTES * frozen / ranks if setup.encodes_frozen else 0.0
-    numel = (trainable if setup.encodes_frozen else counts.numel) / ranks
+    place = setup.tier.parameters
+    codes = ENCODED_NBYTES * (share.numel - share.trainable) if setup.encodes_frozen else 0.0
+    numel = share.trainable if setup.encodes_frozen else share.numel
     in_files = max(numel - setup.files.numel_in_memory, 0) if place == "nvme" else 0
     memory = "device" if place == "device" else "host"
     return [
@@ -203,12 +252,10 @@ def _parameters(counts: Counts, setup: TrainingSetup) -> list[MemoryUsage]:
     ]
 
 
-def _gradients(counts: Counts, setup: TrainingSetup) -> list[MemoryUsage]:
-    trainable, _ = _trainable_and_frozen(counts)
-    share = setup.offloaded_share if setup.offloads_states else 0.0
-    stored = trainable / (setup.world_size if setup.stage >= 2 else 1)
-    on_device = stored * (1 - share) if setup.stage >= 2 else stored
-    on_host = share * trainable / setup.world_size
+def _gradients(counts: Counts, share: Share, setup: TrainingSetup) -> list[MemoryUsage]:
+    offloaded = setup.offloaded_share if setup.offloads_states else 0.0
+    on_device = share.trainable * (1 - offloaded) if setup.stage >= 2 else _trainable_and_frozen(counts)[0]
+    on_host = offloaded * share.trainable
     place = "host" if setup.delays_update else setup.tier.states
     in_memory = (setup.sent_nbytes + setup.gradient_nbytes * setup.sums_gradients) * on_host
     # Gradients that a delayed update reads while new ones arrive, and parameters that it writes before they are used.
@@ -220,17 +267,22 @@ def _gradients(counts: Counts, setup: TrainingSetup) -> list[MemoryUsage]:
     ]
 
 
-def _states(counts: Counts, setup: TrainingSetup) -> list[MemoryUsage]:
-    trainable, frozen = _trainable_and_frozen(counts)
-    numel = trainable / (setup.world_size if setup.stage >= 1 else 1)
-    share = setup.offloaded_share if setup.offloads_states else 0.0
+def _states(counts: Counts, share: Share, setup: TrainingSetup) -> list[MemoryUsage]:
+    trainable, whole = share.trainable, share.whole
+    if setup.stage == 0:
+        trainable, whole = _trainable_and_frozen(counts)[0], counts.whole
+    nbytes = setup.state_nbytes * (trainable - whole) + setup.whole_state_nbytes * whole
+    offloaded = setup.offloaded_share if setup.offloads_states else 0.0
     is_exact = setup.quantizes_weights and setup.stage in (1, 2)  # beside what forward reads
-    on_device = setup.state_nbytes - (0 if is_exact else setup.shared_nbytes)
-    copies = setup.files.num_generations if setup.tier.states == "nvme" else 1
-    exact_frozen = setup.param_nbytes * frozen / setup.world_size if is_exact else 0
+    on_device = nbytes - (0 if is_exact else setup.shared_nbytes * trainable)
+    in_files = setup.tier.states == "nvme"
+    if in_files and setup.files.unused_nbytes:
+        nbytes = (setup.state_nbytes + setup.files.unused_nbytes) * trainable
+    copies = setup.files.num_generations if in_files else 1
+    exact_frozen = setup.param_nbytes * (share.numel - share.trainable) if is_exact else 0
     return [
-        MemoryUsage("states", "device", on_device * numel * (1 - share) + exact_frozen),
-        _offloadable("states", setup.tier.states, copies * setup.state_nbytes * numel * share, setup),
+        MemoryUsage("states", "device", on_device * (1 - offloaded) + exact_frozen),
+        _offloadable("states", setup.tier.states, copies * nbytes * offloaded, setup),
     ]
 
 
@@ -239,7 +291,7 @@ def _trainable_and_frozen(counts: Counts) -> tuple[int, int]:
     return trainable, counts.numel - trainable
 
 
-def _buffers(counts: Counts, setup: TrainingSetup) -> list[MemoryUsage]:
+def _buffers(counts: Counts, share: Share, setup: TrainingSetup) -> list[MemoryUsage]:
     trainable = counts.numel if counts.trainable is None else counts.trainable
     unit, found = min(counts.largest_unit, counts.numel), []
     if setup.stage == 3:
@@ -252,37 +304,30 @@ def _buffers(counts: Counts, setup: TrainingSetup) -> list[MemoryUsage]:
         found.append(
             MemoryUsage("secondary partition", "device", setup.param_nbytes * counts.numel / setup.ranks_per_node)
         )
-    of_mode = {kind: nbytes for kind, nbytes in _of_mode(counts, setup).items() if kind != "parameters"}
+    of_mode = {kind: nbytes for kind, nbytes in _of_mode(share, setup).items() if kind != "parameters"}
     found += [MemoryUsage(kind, "device", nbytes) for kind, nbytes in of_mode.items()]
-    return [*found, *_file_buffers(counts, setup)]
+    return [*found, *_file_buffers(counts, share, setup)]
 
 
-def _of_mode(counts: Counts, setup: TrainingSetup) -> dict[str, float]:
+def _of_mode(share: Share, setup: TrainingSetup) -> dict[str, float]:
     """What the mode holds on the device; nothing at a stage for which it is not."""
     if setup.stage not in MODES[setup.mode].stages:
         return {}
-    shape = MemoryShape(
-        counts.numel,
-        counts.numel if counts.trainable is None else counts.trainable,
-        setup.num_nodes,
-        setup.ranks_per_node,
-        setup.param_nbytes,
-        setup.sums_gradients,
-    )
-    return MODES[setup.mode].memory(shape)
+    numels = share.trainable, share.node_numel, share.node_trainable
+    return MODES[setup.mode].memory(MemoryShape(*numels, setup.param_nbytes, setup.sums_gradients))
 
 
-def _file_buffers(counts: Counts, setup: TrainingSetup) -> list[MemoryUsage]:
+def _file_buffers(counts: Counts, share: Share, setup: TrainingSetup) -> list[MemoryUsage]:
     """Staging buffers in host memory, for files of parameters and of states."""
     files, found = setup.files, []
-    numel = setup.param_nbytes * counts.numel / setup.world_size
+    numel = setup.param_nbytes * share.numel
     if setup.stage == 3 and setup.tier.parameters == "nvme" and counts.numel > files.numel_in_memory * setup.world_size:
         found.append(min(2 * setup.param_nbytes * files.buffer_numel, numel))
     if setup.offloads_states and setup.tier.states == "nvme":
         trainable, _ = _trainable_and_frozen(counts)
         bucket = min(max(counts.largest_unit, setup.merged_numel if setup.stage < 3 else 0), trainable)
         sub_group = min(files.sub_group_numel, bucket / setup.world_size)
-        nbytes = setup.state_nbytes + (0 if setup.delays_update else setup.gradient_nbytes)
+        nbytes = setup.state_nbytes + setup.files.unused_nbytes + (0 if setup.delays_update else setup.gradient_nbytes)
         found.append(nbytes * sub_group * files.num_sub_groups)
     return [_offloadable("NVMe buffers", "host", nbytes, setup) for nbytes in found]
 

@@ -6,15 +6,20 @@ import re
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from itertools import groupby
-from typing import Any
+from functools import lru_cache
+from itertools import chain, groupby, repeat
+from math import prod
+from typing import Any, cast
 
 import torch
 from torch import nn
 
-from zcomm import ConfigError
+from zcomm import ConfigError, Topology
+from zero._model.model_layout import layouts_of_units
+from zero._optim.muon import divide_by_role
+from zero._runtime.exchanges import TopologyShape
 from zero._sharding.layout import BucketLayout, group_consecutive
-from zero._sharding.units import by_kind, find_units
+from zero._sharding.units import Unit, by_kind, find_units
 from zero.plan.formulas import Counts
 
 MAX_MODULES = 10_000
@@ -30,12 +35,19 @@ REMEDY = (
 class PlannedUnit:
     """A unit: parameters of one dtype that are gathered as one; the model has ``repeats`` of them."""
 
-    numels: tuple[int, ...]
-    """Elements of each parameter."""
+    shapes: tuple[tuple[int, ...], ...]
+    """Of each parameter."""
     repeats: int = 1
     is_trainable: bool = True
     is_layer: bool = False
     """Whether the model has one for each layer."""
+    are_matrices: tuple[bool, ...] = ()
+    """Which parameters are hidden matrices, for Muon; empty: none."""
+
+    @property
+    def numels(self) -> tuple[int, ...]:
+        """Elements of each parameter."""
+        return tuple(map(prod, self.shapes))
 
     @property
     def numel(self) -> int:
@@ -65,10 +77,12 @@ class Model:
                 f"sequence={sequence}"
             )
         h = hidden
-        norms, attention = (h, h, h, h), (3 * h * h, 3 * h, h * h, h)
-        block = PlannedUnit((*norms, *attention, 4 * h * h, 4 * h, 4 * h * h, h), num_layers, is_layer=True)
-        ends = (PlannedUnit((vocabulary * h,)), PlannedUnit((sequence * h,)))
-        return cls(units=(*ends, block, PlannedUnit((h, h))), num_layers=num_layers, hidden=h, sequence=sequence)
+        norms, attention = ((h,),) * 4, ((3 * h, h), (3 * h,), (h, h), (h,))
+        shapes = (*norms, *attention, (4 * h, h), (4 * h,), (h, 4 * h), (h,))
+        are_matrices = tuple(len(shape) == 2 for shape in shapes)
+        block = PlannedUnit(shapes, num_layers, is_layer=True, are_matrices=are_matrices)
+        ends = (PlannedUnit(((vocabulary, h),)), PlannedUnit(((sequence, h),)))
+        return cls(units=(*ends, block, PlannedUnit(((h,), (h,)))), num_layers=num_layers, hidden=h, sequence=sequence)
 
     @classmethod
     def of_numel(cls, numel: float, num_layers: int, *, sequence: int = 1024) -> Model:
@@ -77,7 +91,7 @@ class Model:
         if of_layer < 1:
             raise ConfigError(f"there must be parameters and layers: parameters={numel}, layers={num_layers}")
         hidden = max(int((of_layer / 12) ** 0.5), 1)
-        layers = PlannedUnit((of_layer,), num_layers, is_layer=True)
+        layers = PlannedUnit(((of_layer,),), num_layers, is_layer=True)
         return cls(units=(layers,), num_layers=num_layers, hidden=hidden, sequence=sequence)
 
     @classmethod
@@ -95,11 +109,12 @@ class Model:
         """
         lists = [one for one in module.modules() if isinstance(one, nn.ModuleList) and len(one) == num_layers]
         layers = {id(layer) for layer in lists[0]} if len(lists) == 1 else set()  # of two, either may be the layers
-        units = []
+        matrices, units = set(divide_by_role(module).matrices), []
         for unit in find_units(module):
             for (_, is_trainable), named in by_kind(unit.parameters).items():
-                numels, is_layer = tuple(param.numel() for _, param in named), id(unit.module) in layers
-                units.append(PlannedUnit(numels, is_trainable=is_trainable, is_layer=is_layer))
+                shapes, is_layer = tuple(tuple(param.shape) for _, param in named), id(unit.module) in layers
+                of_unit = tuple(param in matrices for _, param in named)
+                units.append(PlannedUnit(shapes, is_trainable=is_trainable, is_layer=is_layer, are_matrices=of_unit))
         runs = [(unit, len(list(equal))) for unit, equal in groupby(units)]
         merged = [replace(unit, repeats=n, is_layer=unit.is_layer and n == num_layers) for unit, n in runs]
         return cls(units=tuple(merged), num_layers=num_layers, hidden=hidden, sequence=sequence, idle_numel=idle_numel)
@@ -146,7 +161,9 @@ class Model:
             if unit.numel <= max_numel:
                 units.append(unit)
             else:
-                units += [replace(unit, numels=(numel,)) for numel in unit.numels]
+                are = unit.are_matrices or (False,) * len(unit.shapes)
+                parts = zip(unit.shapes, are, strict=True)
+                units += [replace(unit, shapes=(shape,), are_matrices=(one,)) for shape, one in parts]
         return replace(self, units=tuple(units))
 
     @property
@@ -171,6 +188,20 @@ class Model:
             yield _layout(unit.numels, world_size), unit.repeats, unit.is_trainable
         yield from _merged(small, world_size, merged_numel)
 
+    def dealt(
+        self, num_nodes: int, ranks_per_node: int, merged_numel: int, *, deals: bool
+    ) -> tuple[tuple[BucketLayout, bool], ...]:
+        """The buckets if Muon updates the hidden matrices, and whether they are trainable; ``deals``: by shards.
+
+        Raises:
+            ConfigError: The model has no matrices.
+        """
+        if not any(any(unit.are_matrices) for unit in self.units):
+            raise ConfigError(
+                "Muon updates matrices, and none are known of this model: give --layers and --hidden, or a config.json"
+            )
+        return _dealt(self, num_nodes, ranks_per_node, merged_numel, deals=deals)
+
     def counts(self, world_size: int) -> Counts:
         """Return the counts for :func:`zero.estimate`, with padding."""
         found = list(self.layouts(world_size))
@@ -187,6 +218,19 @@ def _merged(units: list[PlannedUnit], world_size: int, max_numel: int) -> Iterat
             numels = tuple(n for i in run if units[i].is_trainable == is_trainable for n in units[i].numels)
             if numels:
                 yield _layout(numels, world_size), 1, is_trainable
+
+
+@lru_cache(maxsize=4)  # the rows of a plan differ in little else
+def _dealt(
+    model: Model, num_nodes: int, ranks_per_node: int, merged_numel: int, *, deals: bool
+) -> tuple[tuple[BucketLayout, bool], ...]:
+    units, whole, empty = [], set(), nn.Module()
+    for unit in chain.from_iterable(repeat(one, one.repeats) for one in model.units):
+        made = [nn.Parameter(torch.empty(s, device="meta"), requires_grad=unit.is_trainable) for s in unit.shapes]
+        whole |= {param for param, is_matrix in zip(made, unit.are_matrices, strict=False) if is_matrix}
+        units.append(Unit("", empty, tuple(("", param) for param in made)))
+    topology = cast(Topology, TopologyShape(num_nodes, ranks_per_node))
+    return tuple(layouts_of_units(units, whole, topology, merged_numel=merged_numel, deals=deals))
 
 
 def _layout(numels: tuple[int, ...], world_size: int) -> BucketLayout:

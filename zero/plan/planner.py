@@ -13,12 +13,13 @@ from zcomm import ConfigError
 from zcomm.volume import Sent
 from zero._config.parse import parse
 from zero._config.resolved import resolve_config
+from zero._model.model_layout import numel_to_merge
 from zero.plan.cluster import Cluster
-from zero.plan.estimate import TIERS, Estimate, estimate, tiers_of_stage
+from zero.plan.estimate import TIERS, Estimate, estimate, tiers_of_stage, with_shares
 from zero.plan.exchanges import Exchanges, MovedBytes, kernel_nbytes, step_moved
 from zero.plan.formulas import Activations
 from zero.plan.model import Model
-from zero.plan.times import StepTimes, times_of
+from zero.plan.times import StepTimes, times_of, whole_update
 
 VARIANTS = ("plain", "ZeRO++", "delta-hpZ")
 DEVICES = {"device": "none", "host": "cpu", "nvme": "nvme"}
@@ -37,6 +38,8 @@ class Job:
     """Whether activations are recomputed from checkpoints, one for each layer."""
     precision: str = "bf16"
     """``"bf16"`` or ``"fp16"``."""
+    optimizer: str = "adamw"
+    """``"adamw"``, or ``"muon"``: Muon for the hidden matrices, and AdamW for the rest."""
     narrow_gradients: bool = False
     """Whether gradients are summed in 16 bits, as DeepSpeed does, and not in 32."""
     nvme_path: str = "/local_nvme"
@@ -50,6 +53,8 @@ class Job:
             )
         if self.precision not in ("bf16", "fp16"):
             raise ConfigError(f"precision must be bf16 or fp16: precision={self.precision!r}")
+        if self.optimizer not in ("adamw", "muon"):
+            raise ConfigError(f"optimizer must be adamw or muon: optimizer={self.optimizer!r}")
 
     def activations(self, model: Model) -> Activations:
         """Return the shape of ``model``'s activations, with a checkpoint for each layer."""
@@ -107,7 +112,7 @@ def plan(model: Model, cluster: Cluster, job: Job | None = None) -> list[Row]:
     Raises:
         ConfigError: A configuration is invalid.
 
-    Cost: about 2 ms for each row, whatever the number of ranks.
+    Cost: about 2 ms for each row, whatever the number of ranks; with Muon the placement of all tensors as well.
     """
     chosen = job or Job()
     rows = [_row(model, cluster, chosen, *choice) for choice in _choices(cluster)]
@@ -126,9 +131,12 @@ def largest_model(
         only: A stage, variant and tier; default: all of them.
 
     Raises:
-        ConfigError: Not even one layer fits, or the model has no equal layers.
+        ConfigError: Not even one layer fits, the model has no equal layers, or the optimizer is Muon, whose tensors
+            would be placed for every size.
     """
     chosen = job or Job()
+    if chosen.optimizer != "adamw":
+        raise ConfigError(f"the largest model is found for optimizer='adamw' only: got {chosen.optimizer!r}")
     choices = list(_choices(cluster)) if only is None else [only]
 
     def fitting(num_layers: int) -> tuple[Model, Row] | None:
@@ -184,6 +192,8 @@ def config_of(cluster: Cluster, job: Job, stage: int, variant: str, tier: str) -
         job.precision: {"enabled": True},
         "zero_optimization": section,
     }
+    if job.optimizer == "muon":
+        config["optimizer"] = {"type": "Muon"}
     if job.narrow_gradients:
         config["data_types"] = {"grad_accum_dtype": job.precision}
     if variant == "delta-hpZ":
@@ -199,20 +209,17 @@ def _row(model: Model, cluster: Cluster, job: Job, stage: int, variant: str, tie
     shape = job.activations(model)
     if stage == 3:
         model = model.cut(settings.stage3_max_live_parameters)
-    memory = estimate(model.counts(cluster.world_size), configuration, nodes, per_node, activations=shape, prints=False)
     dtype = torch.bfloat16 if job.precision == "bf16" else torch.float16
-    exchanges = Exchanges.of(settings, nodes, per_node, dtype)
+    exchanges, counts, update = Exchanges.of(settings, nodes, per_node, dtype), model.counts(cluster.world_size), None
+    if job.optimizer == "muon":
+        merged = numel_to_merge(settings, exchanges.effective)
+        buckets = model.dealt(nodes, per_node, merged, deals=stage > 0 and cluster.world_size > 1)
+        counts, update = with_shares(counts, buckets, nodes, per_node), whole_update(buckets, nodes, per_node)
+    memory = estimate(counts, configuration, nodes, per_node, activations=shape, prints=False)
     moved, kernels = step_moved(model, exchanges, job.num_micro), kernel_nbytes(model, exchanges, job.num_micro)
     setup = replace(memory.setup, stage=stage, tier=TIERS[tier])
     times = times_of(
-        model.numel,
-        shape,
-        setup,
-        cluster,
-        moved,
-        kernels_nbytes=kernels,
-        num_micro=job.num_micro,
-        active_numel=model.active_numel,
+        model, shape, setup, cluster, moved, kernels_nbytes=kernels, num_micro=job.num_micro, update=update
     )
     tokens = job.batch * model.sequence * job.num_micro * cluster.world_size
     return Row(stage, variant, tier, config, memory, moved, times, tokens, _lacks(memory, cluster))

@@ -39,7 +39,8 @@ def table(rows: Sequence[Row], model: Model, cluster: Cluster) -> str:
     lines.append(f"fastest: stage {best.stage}, {best.variant}, {best.tier}; memory of each rank:")
     lines += [f"  {use.kind:<22} {use.place:<7} {use.nbytes / 2**30:>9.3f} GiB" for use in best.memory.usage()]
     lines += [f"  {note}" for note in best.memory.notes]
-    lines += ["", 'for zero.initialize, with its optimizer= or an "optimizer" section added:']
+    more = "" if "optimizer" in best.config else ', with its optimizer= or an "optimizer" section added'
+    lines += ["", f"for zero.initialize{more}:"]
     lines += [json.dumps(best.config, indent=2)]
     return "\n".join(lines) + "\n"
 

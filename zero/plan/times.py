@@ -3,8 +3,11 @@
     computation    6 P + 12 l h s FLOPs a token, a third more with activation       Megatron-LM, appendix;
                    checkpoints; over the peak x COMPUTE_EFFICIENCY;                 zero.plan.formulas
                    of experts, P counts those of a token
+      Muon         5 iterations of 4 m^2 n + 2 m^3 FLOPs for a matrix [m, n],      torch.optim.Muon
+                   m <= n, of the rank with most; also where states are offloaded
     links          bytes sent inside the node over its rate, bytes of all L ranks   zero.plan.exchanges
-                   between nodes over the node's; both x LINK_EFFICIENCY
+                   between nodes over the node's; both x LINK_EFFICIENCY; where
+                   shards differ in length, of the rank or node with most
     latency        exchanges of a rank, each with the latency of its link class     zero.plan.exchanges;
                                                                                     zero.plan.cluster
     kernels        bytes that encoding, decoding and summing of messages read       zero.plan.exchanges
@@ -29,12 +32,14 @@ Sources: ZeRO-Offload, arXiv:2101.06840; ZeRO-Infinity, arXiv:2104.07857; Megatr
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from zero._sharding.layout import BucketLayout
 from zero.plan.cluster import Cluster
 from zero.plan.exchanges import MovedBytes
 from zero.plan.formulas import RECOMPUTATION, Activations, TrainingSetup
+from zero.plan.model import Model
 
 COMPUTE_EFFICIENCY = 0.45
 """Share of a device's peak that a transformer's layers reach."""
@@ -89,6 +94,40 @@ class StepTimes:
         return min(self.computation, self.transfers) / self.step if self.step else 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class WholeUpdate:
+    """What an update of whole tensors adds to a step."""
+
+    flops: float = 0.0
+    """Of the rank that has most."""
+    within: float = 1.0
+    """The most that a rank sends inside the node over the mean, of each exchange, which takes as long as that rank."""
+    between: float = 1.0
+    """The same of what a node sends to others."""
+
+
+def whole_update(buckets: Iterable[tuple[BucketLayout, bool]], num_nodes: int, ranks_per_node: int) -> WholeUpdate:
+    """Muon's update of the whole tensors in ``buckets``, each with whether it is trainable, over these ranks."""
+    of_rows, total, of_ranks, of_nodes = [0.0] * (num_nodes * ranks_per_node), 0, 0, 0
+    for layout, _ in buckets:
+        sizes, total = layout.sizes, total + layout.numel
+        of_ranks += ranks_per_node * max(layout.node_numel(row, num_nodes) for row in range(0, len(of_rows), num_nodes))
+        ranges = map(layout.shard_range, range(len(of_rows)))
+        rows = [stop - start for start, stop in ranges]
+        of_nodes += num_nodes * max(sum(rows[node::num_nodes]) for node in range(num_nodes))
+        for row in range(len(of_rows)):
+            if sizes is None or sizes[row]:
+                slots = (layout.slots[piece.slot] for piece in layout.pieces(None if sizes is None else row))
+                of_rows[row] += sum(newton_schulz_flops(slot.shape) for slot in slots if slot.is_whole)
+    return WholeUpdate(max(of_rows), of_ranks / total, of_nodes / total)
+
+
+def newton_schulz_flops(shape: Sequence[int]) -> float:
+    """FLOPs of the five iterations of torch.optim.Muon on a matrix: three products each."""
+    m, n = sorted(shape)
+    return 5.0 * (4 * m * m * n + 2 * m**3)
+
+
 def flops_of(numel: int, tokens: float, shape: Activations) -> float:
     """Return the FLOPs of forward and backward over ``tokens``, and of recomputation if there are checkpoints."""
     of_token = 6 * numel + 12 * shape.num_layers * shape.hidden * shape.sequence
@@ -96,7 +135,7 @@ def flops_of(numel: int, tokens: float, shape: Activations) -> float:
 
 
 def times_of(
-    numel: int,
+    model: Model,
     shape: Activations,
     setup: TrainingSetup,
     cluster: Cluster,
@@ -104,22 +143,23 @@ def times_of(
     *,
     kernels_nbytes: float,
     num_micro: int,
-    active_numel: int | None = None,
+    update: WholeUpdate | None = None,
 ) -> StepTimes:
     """Predict the times of a step of ``num_micro`` micro-batches.
 
     Args:
-        numel: Elements of all parameters.
+        model: What is trained.
         shape: The shape of one micro-batch of a rank.
         setup: How the model is trained.
         cluster: The hardware.
         moved: Bytes that a rank sends in the step, and its exchanges.
         kernels_nbytes: Bytes that kernels read and write to encode, decode and sum messages.
         num_micro: Micro-batches in the step.
-        active_numel: Elements that one token uses, fewer than all if there are experts; default: all.
+        update: Of whole tensors, if there are any.
     """
-    tokens = shape.batch * shape.sequence * num_micro
-    per_node, own = cluster.ranks_per_node, numel / cluster.world_size
+    update = update or WholeUpdate()
+    flops = flops_of(model.active_numel, shape.batch * shape.sequence * num_micro, shape) + update.flops
+    per_node, own = cluster.ranks_per_node, model.numel / cluster.world_size
     sent, counts = [part.sent for part in moved.values()], [part.exchanges for part in moved.values()]
     pcie, host, read, written = 0.0, 0.0, 0.0, 0.0
     if setup.offloads_states:
@@ -135,9 +175,9 @@ def times_of(
             written += setup.param_nbytes * own * per_node
     return StepTimes(
         ranks_per_processor=cluster.ranks_per_processor,
-        computation=flops_of(active_numel or numel, tokens, shape) / _rate(cluster.tflops * 1e12, COMPUTE_EFFICIENCY),
-        within=sum(part.intra for part in sent) / _rate(cluster.within_gbps * 1e9),
-        between=sum(part.inter for part in sent) * per_node / _rate(cluster.between_gbit * 1e9 / 8),
+        computation=flops / _rate(cluster.tflops * 1e12, COMPUTE_EFFICIENCY),
+        within=update.within * sum(part.intra for part in sent) / _rate(cluster.within_gbps * 1e9),
+        between=update.between * sum(part.inter for part in sent) * per_node / _rate(cluster.between_gbit * 1e9 / 8),
         latency=1e-6 * sum(p.intra * cluster.within_us + p.inter * cluster.between_us for p in counts),
         kernels=kernels_nbytes / _rate(cluster.device_gbps * 1e9),
         pcie=pcie / _rate(cluster.pcie_gbps * 1e9),
