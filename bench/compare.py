@@ -36,6 +36,7 @@ from comparison.figure import draw
 from comparison.records import Store, System
 from comparison.tables import LOOPBACK, markdown
 from contenders.catalogue import COMPARED, DEFAULT, available
+from contenders.job import LEARNING_RATE
 from tqdm import tqdm
 
 from zcomm._bench.emulated_nodes import unavailable_reason
@@ -59,6 +60,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--nodes", type=int, default=2, help=f"number of nodes, of {RANKS_PER_NODE} ranks each")
     add("--rounds", type=int, default=5)
     add("--steps", type=int, default=1, help="steps of each system in a round")
+    add("--learning-rate", type=float, default=LEARNING_RATE, help="exact changes send less at low ones")
     add("--no-memory", action="store_true", help="do not measure peak memory")
     add(
         "--patience",
@@ -189,6 +191,8 @@ def main() -> int:
         with tempfile.TemporaryDirectory(dir=arguments.output.parent) as folder:
             for batch in arguments.batch:
                 shape = {name: getattr(arguments, name) for name in MODEL} | BATCHES[batch]
+                if arguments.learning_rate != LEARNING_RATE:
+                    shape["learning_rate"] = arguments.learning_rate
                 store.check_shape(batch, shape | {"nodes": arguments.nodes, "steps": arguments.steps})
                 store.write()
                 for dtype in arguments.dtype:

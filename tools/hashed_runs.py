@@ -469,6 +469,8 @@ def _compressed() -> Iterable[tuple[str, Run | Then]]:
     yield "format-stage1-int8-int4", partial(plus, stage=1, **weights, **gradients)
     for stage in (1, 2):
         yield f"delta-stage{stage}", partial(plus, stage=stage, mode="delta", gradient_format="int4")
+    for stage, mode in ((1, "delta"), (3, "delta_hpz")):
+        yield f"exact-changes-stage{stage}", partial(plus, stage=stage, mode=mode, changes="exact")
     yield "delta_hpz", partial(plus, mode="delta_hpz")
     yield "delta_hpz-accumulation2", partial(plus, mode="delta_hpz", loop={"num_micro": 2})
     yield (

@@ -62,6 +62,7 @@ ENTRIES |= {
     "zero++ x4": Entry(3, "zero_optimizer", ZEROPP | {"accumulation": 4}),
     "delta-hpz": Entry(3, "zero_optimizer", DELTA),
     "delta-hpz x4": Entry(3, "zero_optimizer", DELTA | {"accumulation": 4}),
+    "delta-hpz exact": Entry(3, "zero_optimizer", DELTA | {"changes": "exact"}),
 }
 ENTRIES |= {
     f"{name} muon": ENTRIES[name]._replace(options=ENTRIES[name].options | {"has_muon": True})
@@ -77,7 +78,7 @@ COMPARED = (
     "deepspeed stage 1", "deepspeed stage 2", "deepspeed stage 3", "deepspeed stage 3 offload",
     "deepspeed stage 1 x4", "deepspeed stage 3 x4",
     "zero stage 1", "zero stage 2", "zero stage 3", "zero stage 3 small whole", "zero stage 3 offload",
-    "zero stage 3 nvme", "zero++", "zero++ x4", "delta-hpz", "delta-hpz x4",
+    "zero stage 3 nvme", "zero++", "zero++ x4", "delta-hpz", "delta-hpz x4", "delta-hpz exact",
     *(name for name in ENTRIES if name.endswith(" muon")),
 )  # fmt: skip
 """The contenders in the tables of compare.py."""

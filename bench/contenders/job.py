@@ -14,16 +14,18 @@ from contenders.contender import ContenderSetup
 if TYPE_CHECKING:
     from zcomm import Topology
 
-__all__ = ["SHAPE", "add_shape", "batch", "new_setup"]
+__all__ = ["LEARNING_RATE", "SHAPE", "add_shape", "batch", "new_setup"]
 
 SHAPE = {"num_layers": 4, "hidden_size": 256, "num_attention_heads": 4, "seq_length": 64, "batch_size": 2}
 """The job's arguments and defaults; the batch is the number of sequences of a rank in a step."""
+LEARNING_RATE = 1e-3
 
 
 def add_shape(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of :data:`SHAPE`."""
+    """Add the arguments of :data:`SHAPE`, and the learning rate."""
     for name, default in SHAPE.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
+    parser.add_argument("--learning-rate", type=float, default=LEARNING_RATE)
 
 
 def new_setup(
@@ -43,7 +45,8 @@ def new_setup(
         for param in model.parameters():
             param.copy_(param.to(getattr(torch, dtype)))  # else contenders would start from different masters
     folder = getattr(arguments, "nvme_folder", None)
-    return ContenderSetup(model, getattr(torch, dtype), 1e-3, arguments.batch_size, topology, folder)
+    rate = getattr(arguments, "learning_rate", LEARNING_RATE)
+    return ContenderSetup(model, getattr(torch, dtype), rate, arguments.batch_size, topology, folder)
 
 
 def batch(

@@ -56,6 +56,7 @@ CONFIGURATIONS = {
         options=ZEROPP, stays_in_node=True,
     ),
     "bf16-zero3-muon": Configuration("ZeRO-3 in bf16, Muon for the hidden matrices", has_muon=True),
+    "delta-hpz-exact": Configuration("replicas with the bits of the masters", options=DELTA | {"changes": "exact"}),
     "delta-hpz-muon": Configuration("delta-hpz, Muon for the hidden matrices", options=DELTA, has_muon=True),
 }  # fmt: skip
 DEFAULT = list(CONFIGURATIONS)[:8]

@@ -28,6 +28,8 @@ MODES: dict[str, dict[str, Any]] = {
     },
     "delta": {"stage": 1, "mode": "delta"},
     "delta_hpz": {**SHARDED, "mode": "delta_hpz"},
+    "delta, exact": {"stage": 1, "mode": "delta", "changes": "exact", "bf16": {"enabled": True}},
+    "delta_hpz, exact": {**SHARDED, "mode": "delta_hpz", "changes": "exact", "bf16": {"enabled": True}},
     "offloaded": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
     "delayed": {"stage": 2, "offload_optimizer": {"device": "cpu"}, "delayed_update": True, "delay_start": 1},
     "files": {"stage": 2, "offload_optimizer": {"device": "nvme"}},
@@ -62,7 +64,7 @@ def _train(scenario: Scenario, rank: int, folder: str, history: list[str] | None
         if history is not None:
             history.append(parameters(model))
         point(scenario, rank, number)
-        x = batch(number, rank)
+        x = batch(number, rank).to(model[0].bias.dtype)
         try:
             results += _called(call, optimizer, model, x, rank)
         except DivergedError:
