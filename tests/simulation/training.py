@@ -53,7 +53,7 @@ def program(scenario: Scenario, rank: int, history: list[list[str]] | None = Non
 def _train(scenario: Scenario, rank: int, folder: str, history: list[str] | None) -> list[Any]:
     model = _model()
     options = {
-        key: {**value, "nvme_path": folder} if isinstance(value, dict) and value["device"] == "nvme" else value
+        key: {**value, "nvme_path": folder} if isinstance(value, dict) and value.get("device") == "nvme" else value
         for key, value in MODES[scenario.mode].items()
     }
     if options.get("zero_hpz_partition_size"):
