@@ -29,7 +29,7 @@ def encode(new: Tensor, old: Tensor, message: Tensor) -> int:
     Args:
         new: [n], contiguous, on the CPU, bf16 or fp16. Does not overlap ``message``.
         old: As ``new``.
-        message: uint8 [at least max_message_nbytes(n)].
+        message: uint8 [at least max_message_nbytes(n)], all of which may be overwritten.
 
     Returns:
         The bytes used, a multiple of 4: the same for the same bits on every machine.
