@@ -13,16 +13,16 @@ z (0, -1, 1, -2, ... become 0, 1, 2, 3, ...) is what is coded, in chunks of 2^k 
     DENSE   | words u32 | table of changes | 0 | 32 states | words | 0 | extra bits |
     RAW     the new bits
 
-U1  Everything is little endian. Every part starts on a multiple of 4 bytes, but for the second table.
-U2  A change z is symbol z if z < 2^d, for a d in the table. Otherwise its two highest bits, of which the first is 2^e,
+Z1  Everything is little endian. Every part starts on a multiple of 4 bytes, but for the second table.
+Z2  A change z is symbol z if z < 2^d, for a d in the table. Otherwise its two highest bits, of which the first is 2^e,
     are symbol 2^d + 2 * (e - d) + the second, and the others e - 1 extra bits. So is a gap, the number of zeros before
     a change, with d = 1. Extra bits are in the order of elements (gap before change), from the lowest bit of u32.
-U3  Symbols are coded by interleaved range asymmetric numeral systems (rANS, arXiv:1311.2540) with frequencies of sum
+Z3  Symbols are coded by interleaved range asymmetric numeral systems (rANS, arXiv:1311.2540) with frequencies of sum
     2^12, states in [2^15, 2^31) and words of 16 bits. Dense: lane i holds elements i, i + 32, ... Sparse: lane i holds
     changes i, i + 4, ... and of four changes first the gaps, then the values. Lanes take their words in order.
-U4  A table is a byte d (not for gaps), then for each symbol its frequency f: a byte if f < 128; for larger ones a byte
+Z4  A table is a byte d (not for gaps), then for each symbol its frequency f: a byte if f < 128; for larger ones a byte
     128 + f % 128 and a byte f / 128; and for a run of absent symbols a byte 0 and a byte with its length.
-U5  The bytes are a function of the changes alone (RAW: of the new bits): `frequencies`, `direct_bits`, `chunk_bits` and
+Z5  The bytes are a function of the changes alone (RAW: of the new bits): `frequencies`, `direct_bits`, `chunk_bits` and
     the choice of kinds are part of the format. Sparse messages have longer chunks, so that tables cost little.
 """
 
