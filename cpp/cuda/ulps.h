@@ -116,7 +116,7 @@ ZCOMM_DEVICE std::uint32_t LoadWord32(const void* base, std::uint64_t index) {
   return P::template Load<std::uint32_t>(static_cast<const std::uint32_t*>(base) + index);
 }
 
-// What the words [first, first + count) of a message add to its checksum, for this lane's share.
+// Adds what all lanes have summed up.
 template <class P>
 ZCOMM_DEVICE void AddToChecksum(std::uint32_t mixed, UlpsSums* sums) {
   const std::uint64_t sum = SumOfWarp<P>(mixed);
