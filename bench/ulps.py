@@ -5,10 +5,10 @@
 
 The data: weights N(0, 0.02) in bf16 before and after a step of about the learning rate (``lr``), changes in ulps of a
 Laplace distribution (``laplace``, by its scale), and changes by one of a share of the elements (``share``). ``entropy``
-is zeroth-order, of the changes in ulps, in bits an element; ``ratio`` what the message costs, over it. Rates are GB/s of
-bf16 elements; ``memcpy`` is the rate of a plain copy. Where installed (``pip install zstandard lz4``), zstd (level 1) and
-lz4 compress the XOR of the bits; and ``planes`` is zstd of the changes in ulps as a plane of low and a plane of high
-bytes, without the time to make the planes or to apply them.
+is zeroth-order, of the changes in ulps, in bits an element; ``ratio`` what the message costs, over it. Rates are GB/s
+of bf16 elements; ``memcpy`` is the rate of a plain copy. Where installed (``pip install zstandard lz4``), zstd (level
+1) and lz4 compress the XOR of the bits; and ``planes`` is zstd of the changes in ulps as a plane of low and a plane of
+high bytes, without the time to make the planes or to apply them.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ inline constexpr std::uint32_t kMagic = 0x4C55;  // "UL"
 inline constexpr std::uint32_t kVersion = 1;
 inline constexpr std::uint32_t kDenseChunkBits = 18;
 inline constexpr std::uint32_t kSparseChunkBits = 20;
+inline constexpr std::uint32_t kRareChunkBits = 22;
 inline constexpr std::uint32_t kSamples = 64;
 inline constexpr std::uint32_t kSampleNumel = 1024;
 
@@ -29,7 +30,7 @@ inline constexpr std::uint32_t kSparseLanes = 4;
 inline constexpr std::uint32_t kMaxDirectBits = 7;
 inline constexpr std::uint32_t kRare = 64;
 inline constexpr std::uint32_t kGapDirectBits = 1;
-inline constexpr std::uint32_t kGapSymbols = 2 + 2 * (kSparseChunkBits - 1);
+inline constexpr std::uint32_t kGapSymbols = 2 + 2 * (kRareChunkBits - 1);
 inline constexpr std::uint32_t kMaxSymbols = (1U << kMaxDirectBits) + 2 * (16 - kMaxDirectBits);
 
 enum Kind : std::uint32_t { kZero = 0, kSparse = 1, kDense = 2, kRaw = 3 };
@@ -96,6 +97,17 @@ ZCOMM_ULPS std::uint32_t Mixed(std::uint32_t word, std::uint32_t index) {
 
 ZCOMM_ULPS bool IsSparse(std::uint32_t nonzero, std::uint32_t numel) { return nonzero * 16U < numel; }
 
+// The binary logarithm of the elements in a chunk, by how many of all samples have changed.
+ZCOMM_ULPS std::uint32_t ChunkBitsOf(std::uint32_t changed) {
+  constexpr std::uint32_t kAll = kSamples * kSampleNumel;
+  if (!IsSparse(changed, kAll)) return kDenseChunkBits;
+  return changed * 128U < kAll ? kRareChunkBits : kSparseChunkBits;
+}
+
+ZCOMM_ULPS bool IsChunkBits(std::uint32_t bits) {
+  return bits == kDenseChunkBits || bits == kSparseChunkBits || bits == kRareChunkBits;
+}
+
 // The direct bits of a table from the counts of symbols for kMaxDirectBits.
 ZCOMM_ULPS std::uint32_t DirectBits(const std::uint32_t* counts, std::uint32_t numel) {
   std::uint32_t above = 0;
@@ -155,6 +167,44 @@ ZCOMM_ULPS std::uint32_t EncodeSymbol(std::uint32_t state, EncodeEntry entry) {
   const auto high = static_cast<std::uint32_t>(static_cast<std::uint64_t>(2U * state) * entry.reciprocal >> 32);
   const std::uint32_t quotient = high >> (entry.packed >> 25);
   return state + (entry.packed >> 13 & (kScale - 1U)) + quotient * (kScale - FrequencyOf(entry.packed));
+}
+
+ZCOMM_ULPS void FillEntries(const std::uint32_t* frequency, std::uint32_t num_symbols, EncodeEntry* entries) {
+  std::uint32_t first = 0;
+  for (std::uint32_t s = 0; s < num_symbols; ++s) {
+    if (frequency[s] > 0) entries[s] = MakeEncodeEntry(frequency[s], first);
+    first += frequency[s];
+  }
+}
+
+// Writes a table, at most two bytes a symbol, and returns its end.
+ZCOMM_ULPS std::uint8_t* WriteTable(const std::uint32_t* frequency, std::uint32_t num_symbols, std::uint8_t* out) {
+  for (std::uint32_t s = 0; s < num_symbols;) {
+    if (frequency[s] == 0) {
+      const std::uint32_t begin = s;
+      while (s < num_symbols && frequency[s] == 0) ++s;
+      *out++ = 0;
+      *out++ = static_cast<std::uint8_t>(s - begin);
+      continue;
+    }
+    const bool is_large = frequency[s] >= 128;
+    *out++ = static_cast<std::uint8_t>(is_large ? 128 + frequency[s] % 128 : frequency[s]);
+    if (is_large) *out++ = static_cast<std::uint8_t>(frequency[s] / 128);
+    ++s;
+  }
+  return out;
+}
+
+// Counts for `direct` from those for kMaxDirectBits; returns the extra bits of all.
+ZCOMM_ULPS std::uint64_t CoarserCounts(const std::uint32_t* counts, std::uint32_t direct, std::uint32_t* coded) {
+  for (std::uint32_t s = 0; s < kMaxSymbols; ++s) coded[s] = 0;
+  std::uint64_t num_extra_bits = 0;
+  for (std::uint32_t s = 0; s < kMaxSymbols; ++s) {
+    const std::uint32_t symbol = Coarser(s, direct);
+    coded[symbol] += counts[s];
+    num_extra_bits += static_cast<std::uint64_t>(counts[s]) * Width(symbol, direct);
+  }
+  return num_extra_bits;
 }
 
 // A slot of the decoder's table: frequency - 1, 12 bits; the slot's number within its symbol, 12 bits; symbol.
