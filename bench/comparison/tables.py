@@ -33,6 +33,8 @@ COLUMNS = {
     "remark": ("remark", ""),
 }  # fmt: skip
 """Title -> key of a row, and format of its value."""
+DISTANCES = ("distance", "of another order")
+"""Titles that are left out of a table without these figures."""
 NOTES = """\
 Medians over rounds; the systems run interleaved, in another order each round. Network's share: 1 - step on
 loopback / step here. Computation's share: step of the same ranks without communication / step here. Wire: bytes
@@ -119,8 +121,13 @@ def markdown(runs: dict[Key, Run], memory: dict[str, dict[str, Any]], context: d
                 "",
             ]
         for count, some in of_accumulation(rows).items():
-            lines += [bases(run, count), "", *table(some, list(COLUMNS)), ""]
+            titles = [title for title, (figure, _) in COLUMNS.items() if title not in DISTANCES or _has(some, figure)]
+            lines += [bases(run, count), "", *table(some, titles), ""]
     return "\n".join(lines)
+
+
+def _has(rows: Sequence[dict[str, Any]], figure: str) -> bool:
+    return any(figure in row for row in rows)
 
 
 def table(rows: Sequence[dict[str, Any]], titles: Sequence[str]) -> list[str]:

@@ -76,7 +76,7 @@ def test_tables_from_recorded_json(tmp_path: Path) -> None:
     assert "step_ms" not in failed
     text = tables.markdown(runs, store.values["memory"], {"command": "c"})
     assert "FSDP2 waits for the network 95.0% of its step." in text
-    assert "| 5.12445 | 1.25e-02 |  | loss does not agree" in text
+    assert "| 5.12445 | 1.25e-02 | loss does not agree" in text
     assert (
         "| ddp | 1,000.0 | 1,000.0 to 1,000.0 | 64 | 2.00 | 1.00 |  | 10.0% | 1.00 |  | 1,234 | 50.2 | 5.12348 |  |"
         in text

@@ -217,6 +217,32 @@ def test_equal_sizes_give_the_bits_of_even_shards(world_size: int, per_node: int
     run_ranks(world_size, _check_even, world_size, per_node, DAY)
 
 
+def _check_chunks(rank: int, world_size: int, per_node: int, seed: int) -> None:
+    """Large shards are reduced in chunks, with the bits and the bytes of one piece; block formats at once."""
+    draw, t, nodes = random.Random(seed), topology(per_node), world_size // per_node
+    for index, wire in enumerate([("none", "none"), ("bf16", "bf16"), ("none", "bf16"), ("bf16", "none"), "int8"]):
+        numbering: Any = NUMBERINGS[index % 2]
+        sizes = [draw.choice((0, 1, 257, draw.randrange(600, 1500), 2000)) for _ in range(world_size - 1)] + [1900]
+        own, dtype = t.shard_index(numbering), (torch.float32, torch.bfloat16)[index // 2 % 2]
+        x = _normal(rank, sum(sizes), seed + index, ()).to(dtype)
+        options: dict[str, Any] = {"format": wire, "numbering": numbering}
+        calls, found = [], []
+        for least in (2**18, 256):
+            with _large_from(least), zcomm.traffic() as sent:
+                found.append(_reduce(x, sizes[own], sizes, t, "avg", torch.float32, **options))
+            calls.append(sent.calls(operation="reduce_scatter"))
+            pair = wire if isinstance(wire, tuple) else (wire, wire)
+            formula = volume.uneven_reduce_scatter_sent(sizes, own, dtype, nodes, per_node, pair, numbering)
+            assert sent.bytes(operation="reduce_scatter") == 2 * sum(formula), (sizes, options)  # two calls
+        assert same_values(*found), (sizes, options)
+        assert (calls[1] > calls[0]) is (wire != "int8"), (sizes, options, calls)
+
+
+@pytest.mark.parametrize(("world_size", "per_node"), [(4, 2), (6, 2), (6, 3)])
+def test_chunks_change_nothing(world_size: int, per_node: int) -> None:
+    run_ranks(world_size, _check_chunks, world_size, per_node, DAY)
+
+
 def _travelled(values: np.ndarray, wire: str, draw: tuple[int, int] | None = None, first: int = 0) -> np.ndarray:
     """Float32 ``values`` after one trip in ``wire``; ``draw``: hop and rank; ``first``: the number of element 0."""
     if wire == "none":

@@ -9,7 +9,13 @@ none. On the hop inside the node a rank's messages of all nodes lie side by side
 Packs are in the order of local ranks. One hop is like two on nodes of one rank.
 
 Every rank knows the sizes of all shards. So none are exchanged, and which exchanges are made depends on nothing else.
-Shards are not sent in chunks.
+
+Large shards are reduced in chunks (:mod:`zcomm._transport.chunks`), of the same columns of every row, where both hops
+send plain arrays: on CPUs over gloo, 2 nodes of 2 ranks, shards of 4 M elements on average took 0.57 (float32) and 0.76
+(bfloat16) of the time. That is due to memory: receive buffers below 32 MiB are reused by glibc's malloc, larger ones
+are mapped anew. With an allocator that keeps them, chunks take 1.3 to 1.6 of the time. So gathers, which receive in
+place, and block formats, whose messages are small, are sent at once: they take 0.5 to 0.7 of the time of equal shards
+in chunks.
 """
 
 from __future__ import annotations
@@ -39,6 +45,7 @@ from zcomm._kernels import kernels
 from zcomm._transport import backend
 from zcomm._transport.backend import UNEVEN_GATHER, UNEVEN_SCATTER, Hop
 from zcomm._transport.call_context import current_context, in_bucket
+from zcomm._transport.chunks import chunks_of, pipelined
 from zcomm._transport.route import Group, Route, check_apart, check_arguments, divisor_of, find_route
 from zcomm._transport.topology import Numbering
 from zcomm._transport.traffic import record
@@ -326,9 +333,33 @@ def _encode_again(received: Sequence[Tensor], messages: Sequence[Tensor], pack: 
 
 
 def _reduce(output: Tensor, source: Tensor, divisor: int, shards: UnevenShards) -> Steps:
+    chunks, rows = _chunks(shards, output.device), torch.split(source, shards.numels)
+    if len(chunks) == 1:
+        return _reduce_rows(output, source, rows, divisor, shards)
+    steps = []
+    for chunk in chunks:
+        numels = [len(range(*chunk.indices(numel))) for numel in shards.numels]
+        part = replace(shards, numels=numels)
+        steps.append(_reduce_rows(output[chunk], None, [row[chunk] for row in rows], divisor, part))
+    return pipelined(steps, num_exchanges=2)
+
+
+def _chunks(shards: UnevenShards, device: torch.device) -> list[slice]:
+    """The columns of rows that are reduced together; of all ranks the same."""
+    formats = [wire for _, wire in shards.route.hops]
+    if len(formats) == 1 or any(shards.codec(hop).dtype is None for hop in (0, 1)):
+        return [slice(None)]
+    return chunks_of(max(shards.numels), *formats, min_numel=shards.route.min_chunk_numel(device)) or [slice(None)]
+
+
+def _reduce_rows(
+    output: Tensor, source: Tensor | None, rows: Sequence[Tensor], divisor: int, shards: UnevenShards
+) -> Steps:
+    """``source``: where ``rows`` lie side by side, if they do."""
     hops, last = shards.route.hops, len(shards.route.hops) - 1
     pack = [[row] for row in shards.packs[shards.own_pack]]
-    sent = encoded_groups(source, shards.packs if last else pack, shards)
+    groups = shards.packs if last else pack
+    sent = _encoded_rows(rows, groups, shards) if source is None else encoded_groups(source, groups, shards)
     if last:
         sent = yield from _sums_inside(sent, shards)
     layout, size = shards.layout(last, output.numel()), hops[last][0].size
@@ -342,13 +373,18 @@ def _reduce(output: Tensor, source: Tensor, divisor: int, shards: UnevenShards) 
 
 def encoded_groups(source: Tensor, groups: Sequence[Rows], shards: UnevenShards) -> list[Tensor]:
     """The messages of each of ``groups`` on the first hop, side by side; ``source`` itself if that can be sent."""
-    codec, rows = shards.codec(0), torch.split(source, shards.numels)
+    codec = shards.codec(0)
     if codec.dtype == source.dtype and shards.is_ordered:
         return shards.split(0, source.view(torch.uint8), groups)
-    flat = torch.empty(shards.nbytes(0, shards.in_order), dtype=torch.uint8, device=source.device)
     if codec.dtype is not None and shards.is_ordered:
+        flat = torch.empty(shards.nbytes(0, shards.in_order), dtype=torch.uint8, device=source.device)
         shards.encode(0, source, flat)
         return shards.split(0, flat, groups)
+    return _encoded_rows(torch.split(source, shards.numels), groups, shards)
+
+
+def _encoded_rows(rows: Sequence[Tensor], groups: Sequence[Rows], shards: UnevenShards) -> list[Tensor]:
+    flat = torch.empty(shards.nbytes(0, shards.in_order), dtype=torch.uint8, device=rows[0].device)
     starts = list(accumulate(shards.numels, initial=0))
     for row, message in zip(shards.in_order, shards.split(0, flat, [[row] for row in shards.in_order]), strict=True):
         shards.encode(0, rows[row], message, shards.encoder.at(starts[row]).draw(0))
