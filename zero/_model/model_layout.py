@@ -10,6 +10,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Collection, Mapping
 from dataclasses import replace
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -23,6 +24,7 @@ from zero._modes import resolve_mode
 from zero._sharding.bucket import Bucket, is_managed
 from zero._sharding.layout import BucketLayout, group_consecutive
 from zero._sharding.placement import PlacedTensor, place, work_of
+from zero._sharding.stacked import parts_of
 from zero._sharding.units import Unit, by_kind, find_units
 from zero._storage.tier_settings import Tier
 
@@ -62,7 +64,7 @@ def plan_model(
     units, persistent = _cut_into_units(model, settings, effective)
     numels = [sum(param.numel() for _, param in unit.parameters) for unit in units]
     runs = [[units[i] for i in run] for run in group_consecutive(numels, numel_to_merge(settings, effective))]
-    contents = [_contents(run, set(whole)) for run in ([persistent], *runs)]
+    contents = [_contents(run, set(whole), effective.align) for run in ([persistent], *runs)]
     deals = effective.stage.shards_states and topology.world_size > 1
     rows = _rows_of(contents, topology) if deals else {}
     if rows and topology.backend == "nccl":
@@ -165,39 +167,63 @@ class Content(NamedTuple):
     named: list[tuple[str, nn.Parameter]]
     whole: set[nn.Parameter]
     """Those that are updated as whole tensors; if there are any, every parameter of the bucket is in one shard."""
+    is_spread: bool = False
+    """Whether it is one parameter, whose parts may be in different shards."""
 
 
-def _contents(run: list[Unit], whole: Collection[nn.Parameter]) -> list[Content]:
+def _contents(run: list[Unit], whole: Collection[nn.Parameter], align: int) -> list[Content]:
     """What the buckets of a run of units hold: one for each dtype and requires_grad.
 
-    Beside whole tensors, large parameters that may be cut have a bucket of their own, with equal shards.
+    Beside whole tensors, large parameters that may be cut have a bucket of their own, with equal shards; and so has
+    each that is several tensors: theirs are adjacent, so those of shards between would have to be in the middle of it.
     """
     contents = []
     for (_, is_trainable), named in by_kind(named for unit in run for named in unit.parameters).items():
         dealt = {param for _, param in named if is_trainable and param in whole}
-        is_cut = [bool(dealt) and param not in dealt and param.numel() > JOINED_NUMEL for _, param in named]
-        for cut in (False, True):
-            own = [one for one, is_own in zip(named, is_cut, strict=True) if is_own is cut]
+        spread = {param for param in dealt if _is_spread(param, align)}
+        cut = {p for _, p in named if dealt and p not in dealt and p.numel() > JOINED_NUMEL}
+        for own, of_own in (
+            ([one for one in named if one[1] not in spread | cut], dealt - spread),
+            ([one for one in named if one[1] in cut], set[nn.Parameter]()),
+        ):
             if own:
-                contents.append(Content(own, set() if cut else dealt))
+                contents.append(Content(own, of_own))
+        contents += [Content([one], {one[1]}, is_spread=True) for one in named if one[1] in spread]
     return contents
 
 
-def _rows_of(contents: list[list[Content]], topology: Topology) -> dict[nn.Parameter, int]:
-    """The shard of each parameter of the buckets that have whole tensors."""
+def _is_spread(param: nn.Parameter, align: int) -> bool:
+    """Whether the tensors that are stacked in ``param`` are dealt out one by one: equal ones, where it pays."""
+    shapes = parts_of(param)
+    is_equal = len(shapes) > 1 and len(set(shapes)) == 1
+    return is_equal and param.numel() > JOINED_NUMEL and prod(shapes[0]) % align == 0
+
+
+def _rows_of(contents: list[list[Content]], topology: Topology) -> dict[nn.Parameter, tuple[int, ...]]:
+    """The shard of each parameter of the buckets that have whole tensors; or, one by one, of its parts."""
     dealt = [content for of_run in contents for content in of_run if content.whole]
-    params = [(index, param) for index, content in enumerate(dealt) for _, param in content.named]
-    whole = {param for content in dealt for param in content.whole}
-    tensors = [PlacedTensor(i, p.numel(), work_of(p.shape, is_whole=p in whole)) for i, p in params]
-    places = place(tensors, topology.num_nodes, topology.ranks_per_node)
-    return {p: rank * topology.num_nodes + node for (_, p), (node, rank) in zip(params, places, strict=True)}
+    owners: list[nn.Parameter] = []
+    tensors: list[PlacedTensor] = []
+    for index, content in enumerate(dealt):
+        for param in (param for _, param in content.named):
+            shapes = parts_of(param) if param in content.whole else (tuple(param.shape),)
+            of_one = [PlacedTensor(index, prod(s), work_of(s, is_whole=param in content.whole)) for s in shapes]
+            if not content.is_spread:
+                of_one = [PlacedTensor(index, param.numel(), sum(one.work for one in of_one))]
+            tensors += of_one
+            owners += [param] * len(of_one)
+    rows: dict[nn.Parameter, list[int]] = {}
+    for param, (node, rank) in zip(owners, place(tensors, topology.num_nodes, topology.ranks_per_node), strict=True):
+        rows.setdefault(param, []).append(rank * topology.num_nodes + node)
+    # The parts of a parameter cost the same, and are laid out in their order.
+    return {param: tuple(sorted(of_one)) for param, of_one in rows.items()}
 
 
 def _bucket(
     index: int,
     run: list[Unit],
     content: Content,
-    rows: Mapping[nn.Parameter, int],
+    rows: Mapping[nn.Parameter, tuple[int, ...]],
     topology: Topology,
     align: int,
     *,
@@ -213,7 +239,7 @@ def _bucket(
         [tuple(param.shape) for param in params],
         topology.world_size,
         align,
-        whole=[param in content.whole for param in params],
+        parts=[parts_of(param) if param in content.whole else () for param in params],
         owners=[rows[param] for param in params] if is_dealt else None,
     )
     return Bucket(index, title, layout, params, row=topology.shard_index("local"), is_persistent=is_persistent)
@@ -234,7 +260,9 @@ def check_ranks_agree(buckets: list[Bucket], settings: ZeroSettings, topology: T
     known = {"the text of the settings": settings_text, "the order of parameters": order}
     for bucket in buckets:
         use = f"{bucket.dtype}, {'trained' if bucket.is_trainable else 'frozen'}"
-        known |= {f"parameter {slot.name!r}": f"{list(slot.shape)}, {use}," for slot in bucket.layout.slots}
+        for slot in bucket.layout.slots:
+            parts = f" in {len(slot.parts)} parts" if len(slot.parts) > 1 else ""
+            known[f"parameter {slot.name!r}"] = f"{list(slot.shape)}{parts}, {use},"
     found = differences_between_ranks(known, topology, lane="model")
     found = [line for line in found if not line.startswith("the order")] or found
     raise LayoutError(

@@ -34,6 +34,7 @@ from torch.optim import Optimizer
 from zcomm import ConfigError
 from zero._optim.lamb import Lamb
 from zero._optim.lion import Lion
+from zero._optim.muon import Muon
 from zero._optim.optimizer_clone import copy_of, over_groups, start_training
 from zero._storage.safetensors_file import is_storable
 
@@ -113,7 +114,7 @@ BY_PARAMETER = frozenset(
 KNOWN = BY_PARAMETER | {Lion}
 """Elementwise by their formulas. They are not tried here, which would take hundreds of ms; the tests try them."""
 OF_TENSORS = frozenset(
-    {Lamb, *(cls for name in ("Adafactor", "Muon") if (cls := getattr(optim, name, None)) is not None)}
+    {Lamb, Muon, *(cls for name in ("Adafactor", "Muon") if (cls := getattr(optim, name, None)) is not None)}
 )
 """Those that update each tensor by itself; the tests try them."""
 

@@ -1,7 +1,8 @@
 """Master pieces: the inner optimizer's parameters, one flat tensor for each parameter in this rank's shards.
 
 Every parameter that this rank's shards intersect becomes one flat leaf tensor, a view of the bucket's master weights.
-Elementwise optimizers cannot tell the difference; :mod:`zero._optim.elementwise_check` refuses others.
+Elementwise optimizers cannot tell the difference; :mod:`zero._optim.elementwise_check` refuses others. Those that
+update whole tensors get one leaf of its shape for each tensor, of which a parameter may be several.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ class MasterPiece:
     start: int
     """Its offset in the bucket's master."""
     master: Tensor
-    """Flat; where the optimizer updates whole tensors, of the parameter's shape."""
+    """Flat; where the optimizer updates whole tensors, of the tensor's shape."""
+    part: int | None = None
+    """Of a parameter in which several tensors are stacked, the number of the one that this is."""
 
     def of(self, shard: Tensor) -> Tensor:
         """The same elements of another tensor like the bucket's master, in the shape of :attr:`master`."""
@@ -47,7 +50,7 @@ class MasterPiece:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is updated as a tensor of the parameter's shape."""
+        """Whether it is a tensor that is updated as a whole."""
         return self.bucket.layout.slots[self.slot].is_whole
 
 
@@ -65,19 +68,21 @@ class OptimizerStates:
 
     def __init__(self, inner: Optimizer | None = None, pieces: Sequence[MasterPiece] = ()) -> None:
         self._inner = inner
-        self._piece_of = {piece.param: piece for piece in pieces}
+        self._pieces_of: dict[nn.Parameter, list[MasterPiece]] = {}
+        for piece in pieces:
+            self._pieces_of.setdefault(piece.param, []).append(piece)
 
-    def get(self, param: nn.Parameter, key: str) -> Any:
-        """State ``key`` of this rank's part of ``param``; None if there is none yet."""
-        piece = self._piece_of.get(param)
-        if piece is None or self._inner is None:
-            return None
-        return self._inner.state.get(piece.master, {}).get(key)
+    def get(self, param: nn.Parameter, key: str) -> list[Any]:
+        """State ``key`` of each tensor that this rank has of ``param``, in order; empty if there is none yet."""
+        if self._inner is None:
+            return []
+        states = [self._inner.state.get(piece.master, {}) for piece in self._pieces_of.get(param, ())]
+        return [state[key] for state in states if state.get(key) is not None]
 
     def is_elementwise(self, param: nn.Parameter, key: str) -> bool:
         """Whether state ``key`` of this rank's part of ``param`` has a value for each element."""
-        piece, value = self._piece_of.get(param), self.get(param, key)
-        return piece is not None and isinstance(value, Tensor) and is_elementwise(piece.master, value)
+        both = list(zip(self._pieces_of.get(param, ()), self.get(param, key), strict=False))
+        return bool(both) and all(isinstance(v, Tensor) and is_elementwise(piece.master, v) for piece, v in both)
 
 
 def is_elementwise(master: Tensor, value: Tensor) -> bool:
@@ -93,10 +98,11 @@ def build_pieces(buckets: list[Bucket], stage: Stage) -> list[MasterPiece]:
     pieces = []
     for bucket in buckets:
         if bucket.is_trainable:
-            for piece, master in bucket.master_pieces(stage):
+            for piece in bucket.layout.tensors(bucket.row if stage.shards_states else None):
                 param, slot = bucket.params[piece.slot], bucket.layout.slots[piece.slot]
-                leaf = master.view(slot.shape) if slot.is_whole else master
-                pieces.append(MasterPiece(param, bucket, piece.slot, piece.first, piece.start, leaf))
+                master = bucket.master[piece.start : piece.stop]
+                leaf = master.view(slot.parts[piece.part or 0]) if slot.is_whole else master
+                pieces.append(MasterPiece(param, bucket, piece.slot, piece.first, piece.start, leaf, piece.part))
     return pieces
 
 

@@ -35,6 +35,7 @@ from zero._optim.several import as_one, optimizers_of
 from zero._ranks.rank_errors import on_every_rank
 from zero._runtime.runtime import Runtime
 from zero._sharding.bucket import Bucket
+from zero._sharding.stacked import parts_of
 from zero._sharding.stages import get_stage
 from zero._storage.tier_settings import Tier
 
@@ -94,6 +95,8 @@ def _understand(
     check_is_plain(model)
     plan = resolve_config(config, options)
     as_groups(model, optimizer)
+    for name, param in model.named_parameters():
+        parts_of(param, name)
     for one in optimizers_of(optimizer) if isinstance(optimizer, Optimizer) else ():
         check_is_new(one)
     device = check_model(model)
@@ -136,7 +139,7 @@ def _check_takes(optimizer: type[Optimizer], options: dict[str, Any], model: nn.
     for name, param in model.named_parameters():
         if param.requires_grad:
             try:
-                optimizer([torch.empty(param.shape, device="meta")], **options)
+                optimizer([torch.empty(shape, device="meta") for shape in parts_of(param, name)], **options)
             except (ValueError, TypeError, RuntimeError) as error:
                 raise ConfigError(
                     f"{optimizer.__name__} refuses parameter {name!r} of shape {tuple(param.shape)}: {error}. Give a "
@@ -147,16 +150,16 @@ def _check_takes(optimizer: type[Optimizer], options: dict[str, Any], model: nn.
 
 def described_placement(buckets: Sequence[Bucket]) -> tuple[str, ...]:
     """What is done with whole tensors, for ``optimizer.effective``; empty without any."""
-    whole = [slot for bucket in buckets for slot in bucket.layout.slots if slot.is_whole]
-    if not whole:
+    num_tensors = sum(len(slot.parts) for bucket in buckets for slot in bucket.layout.slots)
+    if not num_tensors:
         return ()
     dealt = [bucket.layout.sizes for bucket in buckets if bucket.layout.sizes is not None]
     if not dealt:
-        return (f"{len(whole)} tensors are updated as a whole",)
+        return (f"{num_tensors} tensors are updated as a whole",)
     of_ranks = [sum(sizes) for sizes in zip(*dealt, strict=True)]
     share = max(of_ranks) * len(of_ranks) / sum(of_ranks)
     return (
-        f"{len(whole)} tensors are updated as a whole, each by one rank; the largest shard is {share:.2f} times "
+        f"{num_tensors} tensors are updated as a whole, each by one rank; the largest shard is {share:.2f} times "
         "the mean",
     )
 
