@@ -20,6 +20,7 @@ import zcomm
 import zero
 from tests.covering import covering_set
 from tests.ranks import run_ranks, topology
+from tests.rotation import DAY
 from tests.zero.models import as_vector, relative_error
 from tests.zero.test_delta_hpz import EXACT
 from tests.zero.training import full_values
@@ -27,6 +28,7 @@ from tests.zero.whole_optimizers import WideMuon
 from zcomm import ConfigError, LayoutError
 from zero import load_checkpoint, save_checkpoint
 from zero._model import model_layout
+from zero._optim import muon
 from zero.errors import CheckpointError
 
 WIDTH, STEPS = 32, 4
@@ -408,6 +410,31 @@ def test_muon_alone_updates_the_parts() -> None:
             one.zero_grad()
     for name in names:
         assert torch.equal(model.rows(name), apart.rows(name)), name
+
+
+def _random_matrices(generator: torch.Generator) -> list[nn.Parameter]:
+    shapes = [(40, 24), (24, 40), (600, 600), (24, 40), (16, 16), (40, 24), (1, 24), (40, 24), (600, 600)]
+    return [nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
+
+
+@pytest.mark.parametrize("adjust_lr_fn", [None, "original", "match_rms_adamw"])
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_batches_are_torchs_muon(adjust_lr_fn: str | None, nesterov: bool, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: FBT001
+    """Fed the same gradients: the same bits. The seed is the day."""
+    monkeypatch.setattr(muon, "BATCH_NUMEL", 2000)  # two of 24 x 40
+    ours, theirs = (_random_matrices(torch.Generator().manual_seed(DAY)) for _ in range(2))
+    options = {"lr": 0.02, "adjust_lr_fn": adjust_lr_fn, "nesterov": nesterov}
+    both = zero.Muon(ours, **options), torch.optim.Muon(theirs, **options)
+    gradients = torch.Generator().manual_seed(DAY + 1)
+    for _ in range(20):
+        for one, other in zip(ours, theirs, strict=True):
+            one.grad = torch.randn(one.shape, generator=gradients)
+            other.grad = one.grad.clone()
+        ours[4].grad = theirs[4].grad = None
+        for optimizer in both:
+            optimizer.step()
+        assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
+    assert [len(batch) for batch in muon._batches(ours)] == [2, 2, 1, 1, 1, 1, 1]
 
 
 def test_json() -> None:

@@ -7,7 +7,8 @@ hidden states. Source: K. Jordan et al., "Muon: An optimizer for hidden layers i
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +25,8 @@ from zero._sharding.stacked import parts_of
 
 logger = logging.getLogger("zero")
 
+SMALL_NUMEL, BATCH_NUMEL = 2**18, 2**22
+"""Elements of matrices that are updated together, and of all of them: larger ones keep the cores busy by themselves."""
 HEADS = ("lm_head", "head", "score", "classifier", "embed_out", "output_projection")
 """The last parts of names that output layers have."""
 OF_MUON: dict[str, Any] = {"lr": 0.02, "momentum": 0.95, "weight_decay": 0.0, "nesterov": True, "ns_steps": 5}
@@ -35,10 +38,13 @@ NS_METHODS = ("gram", "standard")
 
 
 class Muon(getattr(torch.optim, "Muon", Optimizer)):  # type: ignore[misc]
-    """``torch.optim.Muon``, which also takes parameters with ``stacked_parts``, of two or three dimensions.
+    """``torch.optim.Muon``, but it takes stacks of matrices, and updates small matrices of one shape together.
 
-    With a :class:`zero.ZeroOptimizer` torch's serves as well for matrices, but its constructor refuses stacks of them.
-    Each part is updated by itself, here as there.
+    Parameters with ``stacked_parts`` may have two or three dimensions, and each part is updated by itself. Under a
+    :class:`zero.ZeroOptimizer` torch's does so, too, but its constructor refuses three dimensions. On CPUs the bits are
+    those of torch's.
+
+    Memory of a step: the momenta of a batch in bfloat16, 8 MiB, three times.
 
     Args:
         params: Matrices, and stacks of matrices; or groups of them.
@@ -67,6 +73,26 @@ class Muon(getattr(torch.optim, "Muon", Optimizer)):  # type: ignore[misc]
                     "optimizer, or set stacked_parts if it is a stack of matrices"
                 )
 
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update all parameters that have gradients; returns what ``closure`` returns."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            params, grads, momenta = list[Tensor](), list[Tensor](), list[Tensor]()
+            self._init_group(group, params, grads, momenta)
+            for batch in _batches(params):
+                updates = [_momentum(grads[i], momenta[i], group) for i in batch]
+                is_single = len(batch) == 1
+                changes = _orthogonal(updates[0] if is_single else torch.stack(updates), group)
+                rate = float(group["lr"])
+                for i, change in zip(batch, [changes] if is_single else changes, strict=True):
+                    params[i].mul_(1 - rate * group["weight_decay"])
+                    params[i].add_(change, alpha=-rate * _scale(params[i].shape, group["adjust_lr_fn"]))
+        return loss
+
     def _init_group(self, group: Any, *lists: list[Tensor]) -> bool:
         """Have torch's step see the parts: of parameters, gradients, momenta."""
         full: tuple[list[Tensor], ...] = tuple([] for _ in lists)
@@ -80,6 +106,43 @@ class Muon(getattr(torch.optim, "Muon", Optimizer)):  # type: ignore[misc]
                 rows = (values.contiguous() if values is tensors[1] else values).view(-1, shapes[0][-1])
                 of_kind.extend(rows.split([shape[0] for shape in shapes]))
         return has_complex
+
+
+def _batches(matrices: Sequence[Tensor]) -> list[list[int]]:
+    """The numbers of matrices that are updated together: of one shape, small ones, in order."""
+    found: list[list[int]] = []
+    open_ones: dict[Any, list[int]] = {}
+    for number, matrix in enumerate(matrices):
+        of = (matrix.shape, matrix.dtype, matrix.device)
+        batch = open_ones.get(of)
+        if batch is None or matrix.numel() > SMALL_NUMEL or (len(batch) + 1) * matrix.numel() > BATCH_NUMEL:
+            batch = open_ones[of] = []
+            found.append(batch)
+        batch.append(number)
+    return found
+
+
+def _momentum(grad: Tensor, buffer: Tensor, group: Mapping[str, Any]) -> Tensor:
+    """What is orthogonalized, in bfloat16; ``buffer`` is updated."""
+    buffer.lerp_(grad, 1 - group["momentum"])
+    return (grad.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer).bfloat16()
+
+
+def _orthogonal(update: Tensor, group: Mapping[str, Any]) -> Tensor:
+    """Newton and Schulz's iteration of a matrix, or of each of a stack [k, m, n]."""
+    (a, b, c), is_tall = group["ns_coefficients"], update.shape[-2] > update.shape[-1]
+    x = update.mT if is_tall else update
+    x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=group["eps"])
+    add = torch.addmm if x.ndim == 2 else torch.baddbmm
+    for _ in range(group["ns_steps"]):
+        gram = x @ x.mT
+        x = add(x, add(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if is_tall else x
+
+
+def _scale(shape: Sequence[int], rule: str | None) -> float:
+    """The factor of the learning rate that torch's option ``adjust_lr_fn`` names."""
+    return 0.2 * math.sqrt(max(shape)) if rule == "match_rms_adamw" else math.sqrt(max(1, shape[0] / shape[1]))
 
 
 class MuonSplit(NamedTuple):
