@@ -58,7 +58,7 @@ def balance() -> None:
     print(f"{'model':<22}{'nodes x ranks':>14}{'of':>9}{'node':>7}{'rank':>7}{'bound':>7}")
     for name, layers in MODELS.items():
         tensors = [
-            PlacedTensor(index, rows * columns, work_of((rows, columns), is_whole=True))
+            PlacedTensor(index, rows * columns, work_of((rows, columns), is_whole=True), rows % 256 == 0)
             for index, layer in enumerate(layers)
             for rows, columns in layer
         ]
@@ -69,13 +69,14 @@ def balance() -> None:
 
 
 def _print_balance(
-    title: str, tensors: list[PlacedTensor], places: list[tuple[int, int]], what: str, side: int
+    title: str, tensors: list[PlacedTensor], places: list[tuple[int, int | None]], what: str, side: int
 ) -> None:
     nodes, ranks = defaultdict[int, float](float), defaultdict[tuple[int, int], float](float)
     costs = [float(getattr(tensor, what)) for tensor in tensors]
     for cost, (node, rank) in zip(costs, places, strict=True):
         nodes[node] += cost
-        ranks[node, rank] += cost
+        for each in range(side) if rank is None else (rank,):
+            ranks[node, each] += cost if rank is not None else cost / side
     of_node, of_rank = sum(costs) / side, sum(costs) / side**2
     bound = max(1.1, max(costs) / of_rank)
     print(f"{title}{max(nodes.values()) / of_node:>7.3f}{max(ranks.values()) / of_rank:>7.3f}{bound:>7.3f}")

@@ -8,7 +8,7 @@ the same format as all others, so a forward reads the same bits as if each layer
 from __future__ import annotations
 
 import zlib
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from math import prod
 from typing import NamedTuple
@@ -47,11 +47,11 @@ class ModelPlan(NamedTuple):
 
 
 def plan_model(
-    model: nn.Module, settings: ZeroSettings, topology: Topology, whole: Collection[nn.Parameter] = ()
+    model: nn.Module, settings: ZeroSettings, topology: Topology, whole: Mapping[nn.Parameter, bool] | None = None
 ) -> ModelPlan:
     """Divide ``model`` into units and buckets, without communication.
 
-    ``whole``: parameters that their optimizer updates as whole tensors.
+    ``whole``: parameters that their optimizer updates as whole tensors, and whether a node could do it together.
 
     Raises:
         ZcommError: The model cannot be sharded with these settings.
@@ -64,9 +64,9 @@ def plan_model(
     units, persistent = _cut_into_units(model, settings, effective)
     numels = [sum(param.numel() for _, param in unit.parameters) for unit in units]
     runs = [[units[i] for i in run] for run in group_consecutive(numels, numel_to_merge(settings, effective))]
-    contents = [_contents(run, set(whole), effective.align) for run in ([persistent], *runs)]
+    contents = [_contents(run, set(whole or ()), effective.align) for run in ([persistent], *runs)]
     deals = effective.stage.shards_states and topology.world_size > 1
-    rows = _rows_of(contents, topology) if deals else {}
+    rows = _rows_of(contents, topology, effective.align, whole or {}) if deals else {}
     if rows and topology.backend == "nccl":
         raise BackendUnavailableError(
             "backend='nccl' does not exchange shards of different sizes, which an optimizer of whole tensors needs: "
@@ -171,7 +171,7 @@ class Content(NamedTuple):
     """Whether it is one parameter, whose parts may be in different shards."""
 
 
-def _contents(run: list[Unit], whole: Collection[nn.Parameter], align: int) -> list[Content]:
+def _contents(run: list[Unit], whole: set[nn.Parameter], align: int) -> list[Content]:
     """What the buckets of a run of units hold: one for each dtype and requires_grad.
 
     Beside whole tensors, large parameters that may be cut have a bucket of their own, with equal shards; and so has
@@ -199,8 +199,13 @@ def _is_spread(param: nn.Parameter, align: int) -> bool:
     return is_equal and param.numel() > JOINED_NUMEL and prod(shapes[0]) % align == 0
 
 
-def _rows_of(contents: list[list[Content]], topology: Topology) -> dict[nn.Parameter, tuple[int, ...]]:
-    """The shard of each parameter of the buckets that have whole tensors; or, one by one, of its parts."""
+def _rows_of(
+    contents: list[list[Content]], topology: Topology, align: int, divisible: Mapping[nn.Parameter, bool]
+) -> dict[nn.Parameter, tuple[int, ...]]:
+    """The shard of each parameter of the buckets that have whole tensors; or those of its equal parts.
+
+    A parameter that a node updates together gets a bucket of its own in ``contents``.
+    """
     dealt = [content for of_run in contents for content in of_run if content.whole]
     owners: list[nn.Parameter] = []
     tensors: list[PlacedTensor] = []
@@ -209,14 +214,35 @@ def _rows_of(contents: list[list[Content]], topology: Topology) -> dict[nn.Param
             shapes = parts_of(param) if param in content.whole else (tuple(param.shape),)
             of_one = [PlacedTensor(index, prod(s), work_of(s, is_whole=param in content.whole)) for s in shapes]
             if not content.is_spread:
-                of_one = [PlacedTensor(index, param.numel(), sum(one.work for one in of_one))]
+                is_divided = divisible.get(param, False) and _has_rows_for(param, topology.ranks_per_node, align)
+                of_one = [PlacedTensor(index, param.numel(), sum(one.work for one in of_one), is_divided)]
             tensors += of_one
             owners += [param] * len(of_one)
     rows: dict[nn.Parameter, list[int]] = {}
     for param, (node, rank) in zip(owners, place(tensors, topology.num_nodes, topology.ranks_per_node), strict=True):
-        rows.setdefault(param, []).append(rank * topology.num_nodes + node)
+        ranks = range(topology.ranks_per_node) if rank is None else (rank,)
+        rows.setdefault(param, []).extend(each * topology.num_nodes + node for each in ranks)
+        if rank is None:
+            _set_apart(param, contents)
     # The parts of a parameter cost the same, and are laid out in their order.
     return {param: tuple(sorted(of_one)) for param, of_one in rows.items()}
+
+
+def _has_rows_for(param: nn.Parameter, num_ranks: int, align: int) -> bool:
+    """Whether each of ``num_ranks`` can have as many rows of ``param``, and of the products of its update."""
+    return not any(size % num_ranks for size in param.shape) and param.numel() // num_ranks % align == 0
+
+
+def _set_apart(param: nn.Parameter, contents: list[list[Content]]) -> None:
+    """Give ``param`` a bucket of its own."""
+    for of_run in contents:
+        for index, content in enumerate(of_run):
+            own = [one for one in content.named if one[1] is param]
+            if own:
+                left = [one for one in content.named if one[1] is not param]
+                rest = [content._replace(named=left, whole=content.whole - {param})] if left else []
+                of_run[index : index + 1] = [*rest, Content(own, {param}, is_spread=True)]
+                return
 
 
 def _bucket(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 from torch import Tensor, nn
@@ -43,6 +44,11 @@ class MasterPiece:
     """Flat; where the optimizer updates whole tensors, of the tensor's shape."""
     part: int | None = None
     """Of a parameter in which several tensors are stacked, the number of the one that this is."""
+
+    @property
+    def is_joint(self) -> bool:
+        """Whether it is some rows of a matrix that the ranks of a node update together."""
+        return self.is_whole and self.master.numel() < prod(self.bucket.layout.slots[self.slot].parts[self.part or 0])
 
     def of(self, shard: Tensor) -> Tensor:
         """The same elements of another tensor like the bucket's master, in the shape of :attr:`master`."""
@@ -101,7 +107,10 @@ def build_pieces(buckets: list[Bucket], stage: Stage) -> list[MasterPiece]:
             for piece in bucket.layout.tensors(bucket.row if stage.shards_states else None):
                 param, slot = bucket.params[piece.slot], bucket.layout.slots[piece.slot]
                 master = bucket.master[piece.start : piece.stop]
-                leaf = master.view(slot.parts[piece.part or 0]) if slot.is_whole else master
+                leaf = master
+                if slot.is_whole:
+                    shape = slot.parts[piece.part or 0]
+                    leaf = master.view(shape if prod(shape) == master.numel() else (-1, shape[-1]))
                 pieces.append(MasterPiece(param, bucket, piece.slot, piece.first, piece.start, leaf, piece.part))
     return pieces
 

@@ -84,13 +84,13 @@ class Muon(getattr(torch.optim, "Muon", Optimizer)):  # type: ignore[misc]
             params, grads, momenta = list[Tensor](), list[Tensor](), list[Tensor]()
             self._init_group(group, params, grads, momenta)
             for batch in _batches(params):
-                updates = [_momentum(grads[i], momenta[i], group) for i in batch]
+                updates = [momentum_of(grads[i], momenta[i], group) for i in batch]
                 is_single = len(batch) == 1
                 changes = _orthogonal(updates[0] if is_single else torch.stack(updates), group)
                 rate = float(group["lr"])
                 for i, change in zip(batch, [changes] if is_single else changes, strict=True):
                     params[i].mul_(1 - rate * group["weight_decay"])
-                    params[i].add_(change, alpha=-rate * _scale(params[i].shape, group["adjust_lr_fn"]))
+                    params[i].add_(change, alpha=-rate * scale_of(params[i].shape, group["adjust_lr_fn"]))
         return loss
 
     def _init_group(self, group: Any, *lists: list[Tensor]) -> bool:
@@ -122,17 +122,22 @@ def _batches(matrices: Sequence[Tensor]) -> list[list[int]]:
     return found
 
 
-def _momentum(grad: Tensor, buffer: Tensor, group: Mapping[str, Any]) -> Tensor:
+def momentum_of(grad: Tensor, buffer: Tensor, group: Mapping[str, Any]) -> Tensor:
     """What is orthogonalized, in bfloat16; ``buffer`` is updated."""
     buffer.lerp_(grad, 1 - group["momentum"])
     return (grad.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer).bfloat16()
 
 
+def normalized(x: Tensor, group: Mapping[str, Any]) -> Tensor:
+    """``x`` [m, n] or [k, m, n] over the norm of each matrix."""
+    norms: Tensor = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
+    return x / norms.clamp(min=group["eps"])
+
+
 def _orthogonal(update: Tensor, group: Mapping[str, Any]) -> Tensor:
     """Newton and Schulz's iteration of a matrix, or of each of a stack [k, m, n]."""
     (a, b, c), is_tall = group["ns_coefficients"], update.shape[-2] > update.shape[-1]
-    x = update.mT if is_tall else update
-    x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=group["eps"])
+    x = normalized(update.mT if is_tall else update, group)
     add = torch.addmm if x.ndim == 2 else torch.baddbmm
     for _ in range(group["ns_steps"]):
         gram = x @ x.mT
@@ -140,9 +145,15 @@ def _orthogonal(update: Tensor, group: Mapping[str, Any]) -> Tensor:
     return x.mT if is_tall else x
 
 
-def _scale(shape: Sequence[int], rule: str | None) -> float:
+def scale_of(shape: Sequence[int], rule: str | None) -> float:
     """The factor of the learning rate that torch's option ``adjust_lr_fn`` names."""
     return 0.2 * math.sqrt(max(shape)) if rule == "match_rms_adamw" else math.sqrt(max(1, shape[0] / shape[1]))
+
+
+def is_divisible(optimizer: Optimizer | type[Optimizer], param: nn.Parameter) -> bool:
+    """Whether ``optimizer`` updates ``param`` as :class:`Muon` does, so that several ranks can do it together."""
+    cls = optimizer if isinstance(optimizer, type) else type(optimizer)
+    return cls in (Muon, Muon.__base__) and param.ndim == 2 and len(parts_of(param)) == 1
 
 
 class MuonSplit(NamedTuple):

@@ -8,7 +8,7 @@ construction, from the first rank's table (:mod:`zcomm._collectives.auto_format`
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -30,6 +30,7 @@ from zero._model.model_layout import check_model, plan_model
 from zero._optim.cpu_optimizer_base import CPUOptimizer
 from zero._optim.elementwise_check import check_states, updates_tensors
 from zero._optim.masters import GivenOptimizer, Groups, as_groups, build_inner, check_options
+from zero._optim.muon import is_divisible
 from zero._optim.optimizer_clone import check_is_new
 from zero._optim.several import as_one, optimizers_of
 from zero._ranks.rank_errors import on_every_rank
@@ -164,10 +165,19 @@ def described_placement(buckets: Sequence[Bucket]) -> tuple[str, ...]:
     )
 
 
-def whole_parameters(groups: Groups, plan: ResolvedConfig) -> set[nn.Parameter]:
-    """The parameters that their optimizer updates as whole tensors."""
-    of_groups = zip(groups, plan.whole_groups, strict=True)
-    return {param for group, is_whole in of_groups if is_whole for param in group["params"] if param.requires_grad}
+def whole_parameters(groups: Groups, plan: ResolvedConfig, optimizer: GivenOptimizer) -> dict[nn.Parameter, bool]:
+    """The parameters that their optimizer updates as whole tensors, and whether a node could do it together."""
+    owners: list[GivenOptimizer] = [optimizer]
+    if isinstance(optimizer, Optimizer):
+        owners = [one for one in optimizers_of(optimizer) for _ in one.param_groups]
+    on_device = plan.settings.tiers.states.tier is Tier.DEVICE
+    return {
+        param: on_device and is_divisible(owner, param)
+        for owner, group, is_whole in zip(owners, groups, plan.whole_groups, strict=True)
+        if is_whole
+        for param in group["params"]
+        if param.requires_grad
+    }
 
 
 def _check_fits_host(optimizer: CPUOptimizer, device: torch.device, dtypes: list[torch.dtype]) -> None:
@@ -195,7 +205,7 @@ def announce(plan: ResolvedConfig, runtime: Runtime) -> None:
 
 
 def choose_formats(
-    model: nn.Module, settings: ZeroSettings, topology: Topology, whole: Collection[nn.Parameter]
+    model: nn.Module, settings: ZeroSettings, topology: Topology, whole: Mapping[nn.Parameter, bool]
 ) -> tuple[ZeroSettings, list[str]]:
     """``settings`` with formats in place of ``"auto"``, and what was chosen, in words. Collective if any is.
 

@@ -123,8 +123,8 @@ class BucketLayout:
             world_size: The number of shards.
             align: In elements.
             parts: Of each, the shapes of the tensors in it that are updated as a whole; none: it is cut; None: all are.
-            owners: Of each, the shard that it is in, or one for each of its parts, then a multiple of ``align`` long;
-                together in ascending order. None: shards are equal, and cut anywhere.
+            owners: Of each, the shard that it is in, or the shards that have equal parts of it, then a multiple of
+                ``align`` long; together in ascending order. None: shards are equal, and cut anywhere.
         """
         slots, offset = [], 0
         for name, shape, of_one in zip(names, shapes, parts or [()] * len(names), strict=True):
@@ -166,6 +166,17 @@ class BucketLayout:
     def _bounds(self) -> tuple[int, ...]:
         """Where shards start, and where the last one stops."""
         return (0, *accumulate(self.sizes or [self.shard_numel] * self.world_size))
+
+    @cached_property
+    def joint_slots(self) -> tuple[int, ...]:
+        """The slots of whole tensors of which several shards have rows."""
+        bounds = self._bounds if self.sizes is not None else ()
+        slots = enumerate(self.slots)
+        return tuple(
+            index
+            for index, slot in slots
+            if len(slot.parts) == 1 and any(slot.offset < bound < slot.offset + slot.numel for bound in bounds)
+        )
 
     def shard_range(self, shard: int) -> tuple[int, int]:
         """The elements of shard number ``shard`` in the bucket, ``(start, stop)``."""
