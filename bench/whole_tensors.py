@@ -58,9 +58,9 @@ def balance() -> None:
     print(f"{'model':<22}{'nodes x ranks':>14}{'of':>9}{'node':>7}{'rank':>7}{'bound':>7}")
     for name, layers in MODELS.items():
         tensors = [
-            PlacedTensor(index, rows * columns, work_of((rows, columns), is_whole=True), rows % 256 == 0)
+            PlacedTensor(index, rows * columns, work_of((rows, columns), is_whole=True), (columns, rows))
             for index, layer in enumerate(layers)
-            for rows, columns in layer
+            for columns, rows in map(sorted, layer)
         ]
         for side in SIDES:
             places = place(tensors, side, side)

@@ -32,9 +32,9 @@ WIDTH, STEPS = 64, 4
 
 
 def _model() -> nn.Sequential:
-    """Three equal matrices on two ranks of a node, a tall one and a wide one."""
+    """Four square matrices, a tall one and a wide one."""
     torch.manual_seed(0)
-    layers = [nn.Linear(WIDTH, WIDTH) for _ in range(3)]
+    layers = [nn.Linear(WIDTH, WIDTH) for _ in range(4)]
     return nn.Sequential(*layers, nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH, bias=False))
 
 
@@ -52,9 +52,9 @@ def _sharing(num: int) -> Any:
 
     def place(tensors: list[placement.PlacedTensor], num_nodes: int, per_node: int) -> list[tuple[int, int | None]]:
         places = placement.place(tensors, num_nodes, per_node)
-        for node in range(num_nodes) if per_node > 1 else ():
-            own = [i for i, (of, _) in enumerate(places) if of == node and tensors[i].is_divisible]
-            for index in own[:num]:
+        of_nodes = [[i for i, (of, _) in enumerate(places) if of == node] for node in range(num_nodes)]
+        for node, alike in enumerate(placement._alike(tensors, of_nodes) if per_node > 1 else ()):
+            for index in alike[:num]:
                 places[index] = (node, None)
         return places
 
@@ -98,8 +98,8 @@ def _check_gradients(rank: int, cls: type[Optimizer], per_node: int, options: di
         assert off < 1e-6, (step, off)
         of_ranks = zcomm.control.gather_float64(got, optimizer.topology)
         assert (of_ranks == of_ranks[0]).all(), f"step {step}: ranks differ"
-    momentum = zero.utils.safe_get_full_optimizer_state(model[3].weight, "momentum_buffer")
-    assert (momentum - optimizers[0].state[plain[3].weight]["momentum_buffer"]).abs().max() < 1e-6
+    momentum = zero.utils.safe_get_full_optimizer_state(model[4].weight, "momentum_buffer")
+    assert (momentum - optimizers[0].state[plain[4].weight]["momentum_buffer"]).abs().max() < 1e-6
     optimizer.close()
 
 
@@ -251,15 +251,19 @@ def test_an_error_on_one_rank_is_raised_on_all() -> None:
     run_ranks(4, _check_error)
 
 
-def test_as_many_in_every_node() -> None:
-    """With ZCOMM_CHECK=1 nodes wait for one another in these exchanges."""
+def test_every_node_shares_alike() -> None:
+    """With ZCOMM_CHECK=1 an exchange inside a node waits for an equal one of the other nodes."""
     total = 0
     for nodes, ranks in itertools.product((1, 2, 3), (2, 4)):
         for num in range(1, 3 * nodes * ranks):
-            tensors = [placement.PlacedTensor(0, 1000, 1000.0, i % 3 != 0) for i in range(num)]
+            sides = [(), (20, 50), (25, 40)]
+            tensors = [placement.PlacedTensor(0, 1000, 1000.0, sides[i % 3]) for i in range(num)]
             places = placement.place(tensors, nodes, ranks)
-            counts = [sum(place == (node, None) for place in places) for node in range(nodes)]
-            assert len(set(counts)) == 1, counts
-            assert all(tensors[i].is_divisible for i, (_, rank) in enumerate(places) if rank is None)
-            total += counts[0]
+            shared = [
+                sorted(one.divisible for one, place in zip(tensors, places, strict=True) if place == (node, None))
+                for node in range(nodes)
+            ]
+            assert all(of_node == shared[0] for of_node in shared), shared
+            assert () not in shared[0]
+            total += len(shared[0])
     assert total > 20

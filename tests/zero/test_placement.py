@@ -21,7 +21,9 @@ MODELS = {"gpt2": GPT2_SMALL, "llama": LLAMA, "moe": MOE}
 
 def _tensors(layers: list[list[tuple[int, int]]]) -> list[PlacedTensor]:
     return [
-        PlacedTensor(index, rows * columns, work_of((rows, columns), is_whole=True), rows % 256 == 0)
+        PlacedTensor(
+            index, rows * columns, work_of((rows, columns), is_whole=True), (min(rows, columns), max(rows, columns))
+        )
         for index, layer in enumerate(layers)
         for rows, columns in layer
     ]

@@ -215,7 +215,8 @@ def _rows_of(
             of_one = [PlacedTensor(index, prod(s), work_of(s, is_whole=param in content.whole)) for s in shapes]
             if not content.is_spread:
                 is_divided = divisible.get(param, False) and _has_rows_for(param, topology.ranks_per_node, align)
-                of_one = [PlacedTensor(index, param.numel(), sum(one.work for one in of_one), is_divided)]
+                sides = tuple(sorted(param.shape)) if is_divided else ()
+                of_one = [PlacedTensor(index, param.numel(), sum(one.work for one in of_one), sides)]
             tensors += of_one
             owners += [param] * len(of_one)
     rows: dict[nn.Parameter, list[int]] = {}

@@ -40,8 +40,8 @@ class PlacedTensor(NamedTuple):
     numel: int
     work: float
     """Of an update: see :func:`work_of`."""
-    is_divisible: bool = False
-    """Whether the ranks of a node can update it together."""
+    divisible: tuple[int, ...] = ()
+    """Its sides, sorted, if the ranks of a node can update it together."""
 
 
 def work_of(shape: Sequence[int], *, is_whole: bool) -> float:
@@ -63,9 +63,8 @@ def place(tensors: Sequence[PlacedTensor], num_nodes: int, ranks_per_node: int) 
         nodes.add(index, tensors[index].bucket, costs[index])
     bound = max(LIMIT * sum(costs) / (num_nodes * ranks_per_node), max(costs, default=0.0))
     best, least = dict[int, tuple[int, int | None]](), inf
-    divisible = [[index for index in of_node if tensors[index].is_divisible] for of_node in nodes.contents]
-    # As many of every node: with ZCOMM_CHECK=1 exchanges inside a node wait for those of other nodes.
-    for num_shared in range(min(MAX_SHARED, *map(len, divisible)) + 1 if ranks_per_node > 1 else 1):
+    divisible = _alike(tensors, nodes.contents) if ranks_per_node > 1 else [list[int]()] * num_nodes
+    for num_shared in range(min(MAX_SHARED, len(divisible[0])) + 1):
         places, fullest = dict[int, tuple[int, int | None]](), 0.0
         for node, of_node in enumerate(nodes.contents):
             shared = set(divisible[node][:num_shared])
@@ -84,6 +83,19 @@ def place(tensors: Sequence[PlacedTensor], num_nodes: int, ranks_per_node: int) 
         if least <= bound:
             break
     return [best[index] for index in range(len(tensors))]
+
+
+def _alike(tensors: Sequence[PlacedTensor], of_nodes: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Tensors that nodes can update together, of each node as many, of the same sides, in the same order.
+
+    With ZCOMM_CHECK=1 an exchange inside a node waits for an equal one of the other nodes.
+    """
+    found: list[list[int]] = [[] for _ in of_nodes]
+    for sides in sorted({one.divisible for one in tensors if one.divisible}, reverse=True):
+        own = [[index for index in of_node if tensors[index].divisible == sides] for of_node in of_nodes]
+        for chosen, indices in zip(found, own, strict=True):
+            chosen.extend(indices[: min(map(len, own))])
+    return found
 
 
 class _Bins:

@@ -38,6 +38,7 @@ class JointPiece(NamedTuple):
     two: tuple[Tensor, Tensor]
     """X before and after an iteration, [m, n] with m <= n."""
     gram: Tensor
+    has_gradient: bool
 
 
 class JointUpdate:
@@ -45,7 +46,9 @@ class JointUpdate:
 
     def __init__(self, runtime: Runtime, inner: Optimizer, pieces: Sequence[MasterPiece]) -> None:
         self._topology, self._inner = runtime.topology, inner
-        self._pieces = [piece for piece in pieces if piece.is_joint]
+        # In the same order in every node: see zero._sharding.placement.
+        joint = (piece for piece in pieces if piece.is_joint)
+        self._pieces = sorted(joint, key=lambda piece: sorted(piece.param.shape), reverse=True)
         buckets = [bucket for bucket in runtime.buckets if bucket.is_trainable]
         self._params = [bucket.params[slot] for bucket in buckets for slot in bucket.layout.joint_slots]
         self.is_used = bool(self._params)
@@ -76,29 +79,35 @@ class JointUpdate:
 
     def _prepare(self) -> list[JointPiece]:
         """Allocate: what fails on one rank fails here, before the others wait for it."""
-        numbers, found = numbers_of_groups(self._inner), []
+        numbers, found = numbers_of_groups(self._inner), list[JointPiece]()
+        if all(param.grad is None for param in self._params):
+            return found
         for piece in self._pieces:
             master, (rows, columns) = piece.master, piece.param.shape
-            if master.grad is None:
-                continue
+            has_gradient = master.grad is not None
             m, n = sorted((rows, columns))
             full, x, new, gram = (
                 torch.empty(shape, dtype=torch.bfloat16, device=master.device)
                 for shape in ((rows, columns), (m, n), (m, n), (m, m))
             )
-            buffer = self._inner.state[master].setdefault("momentum_buffer", torch.zeros_like(master))
+            buffer = torch.zeros_like(master)
+            if has_gradient:
+                buffer = self._inner.state[master].setdefault("momentum_buffer", buffer)
             group = self._inner.param_groups[numbers[id(master)]]
-            found.append(JointPiece(piece, group, buffer, full, (x, new), gram))
+            found.append(JointPiece(piece, group, buffer, full, (x, new), gram, has_gradient))
         return found
 
     @torch.no_grad()
     def _update(self, one: JointPiece) -> None:
-        master, group, grad = one.piece.master, one.group, one.piece.master.grad
-        assert grad is not None, "without a gradient"
+        """Without a gradient only exchange, as the other nodes do."""
+        master, group = one.piece.master, one.group
+        grad = torch.zeros_like(master) if master.grad is None else master.grad
         own = one.full[self._rows(one.full)]
         own.copy_(momentum_of(grad.to(master.dtype), one.momentum, group))
         self._gather(one.full)
         own.copy_(self._orthogonal(one)[self._rows(one.full)])
+        if not one.has_gradient:
+            return
         rate = float(group["lr"])
         master.mul_(1 - rate * group["weight_decay"])
         master.add_(own, alpha=-rate * scale_of(one.full.shape, group["adjust_lr_fn"]))
