@@ -256,9 +256,11 @@ def _state(location: ParameterLocation, param: nn.Parameter, key: str) -> tuple[
     value = values[0] if values else None
 
     def read_number() -> float | None:
-        if isinstance(value, Tensor) and not is_part and value.numel() != 1:
+        is_number = isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)
+        if not (value is None or is_part or is_number):
+            kind = f"in another shape, {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
             raise StateError(
-                f"the optimizer keeps {key!r} of {location.name!r} in another shape, {tuple(value.shape)}: these "
+                f"the optimizer keeps {key!r} of {location.name!r} {'' if ',' in kind else 'as a '}{kind}: these "
                 "functions read numbers, and states of the parameter's shape"
             )
         return None if value is None or is_part else float(value)

@@ -6,7 +6,8 @@
     state/NAME/PARAM       optimizer states with one value for each element (moments)
     tensor|int|float/NAME/PARAM     optimizer states with one value for a parameter (step)
     tensor[N,M]/NAME/PARAM          optimizer states of any other shape, of whole tensors (factors of moments)
-    tensor[K:N,M]/NAME/PARAM        those of tensor number K of the several that are stacked in the parameter
+    nested/NAME/PARAM/json, tree    those that are lists of tensors and the like, of whole tensors (preconditioners)
+    tensor[K:N,M], nested[K:]       those of tensor number K of the several that are stacked in the parameter
     buffer/BUFFER          the first rank's persistent buffers
     rank/R/buffer/BUFFER   those of rank R that differ from the first rank's
 
@@ -35,7 +36,7 @@ from torch import Tensor, nn
 from zcomm import control
 from zero._checkpoint.dcp import FlatPart
 from zero._checkpoint.json_tree import Tree
-from zero._optim.masters import is_elementwise
+from zero._optim.masters import is_elementwise, is_nested
 from zero._optim.several import name_of
 from zero._runtime.optimizer_parts import OptimizerParts
 from zero._runtime.runtime import Runtime
@@ -46,6 +47,7 @@ from zero.errors import CheckpointError
 
 SCALARS = {"tensor": Tensor, "int": int, "float": float}
 """Kinds of optimizer states that have one value for a parameter, and their types. A tensor may have more values."""
+NESTED = "nested"
 
 
 class StateKind(NamedTuple):
@@ -56,6 +58,11 @@ class StateKind(NamedTuple):
     """Of a tensor of other than one value."""
     part: int | None
     """The number of the tensor that it is of, where several are stacked in the parameter."""
+
+    @property
+    def is_of_tensor(self) -> bool:
+        """Whether it fits only the tensor that it is of: it has no value for each element, and is no number."""
+        return bool(self.shape) or self.kind == NESTED
 
 
 def kind_of_key(key: str) -> StateKind:
@@ -142,6 +149,10 @@ def state_parts(internals: OptimizerParts) -> list[FlatPart]:
             if is_moment and is_elementwise(local.values, value):
                 stored = name if is_placeholder(value) else None  # files have room for the moments of a trial only
                 parts.append(local.part(f"state/{name}/{local.name}", value, stored))
+                continue
+            if local.is_whole and is_nested(value) and "/" not in name:
+                kind = NESTED if local.of_stack is None else f"{NESTED}[{local.of_stack}:]"
+                parts += document_parts(f"{kind}/{name}/{local.name}", value, f"state {name!r} of {local.name!r}")
                 continue
             kind = _scalar_kind(internals, local, name, value)
             wide = torch.int64 if isinstance(value, int) else torch.float64

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from zero._checkpoint.dcp import FlatPart
 from zero._checkpoint.flat_parts import (
+    NESTED,
     SCALARS,
     LocalPart,
     kind_of_key,
@@ -196,7 +197,7 @@ def _stack_problems(internals: OptimizerParts, index: Index) -> Iterator[str]:
     keys_of = keys_by_parameter(index.tensors)
     for slot in (slot for bucket in internals.runtime.buckets for slot in bucket.layout.slots):
         kinds = [kind_of_key(key) for key in keys_of.get(slot.name, [])]
-        saved = {kind.part for kind in kinds if kind.shape}
+        saved = {kind.part for kind in kinds if kind.is_of_tensor}
         if saved and saved != (set(range(len(slot.parts))) if len(slot.parts) > 1 else {None}):
             yield (
                 f"parameter {slot.name!r} was updated as {len(saved)} tensors, and is as {max(len(slot.parts), 1)} here"
@@ -239,7 +240,8 @@ def _request_states(request: Request, internals: OptimizerParts) -> None:
         if published in tensors and internals.runtime.delayed.is_used:
             request.add(published, local.values.numel(), local.first, tensors[published].dtype)
         for key in keys_of.get(local.name, []):
-            if kind_of_key(key).part != (local.of_stack if kind_of_key(key).shape else None):
+            kind = kind_of_key(key)
+            if kind.is_of_tensor and kind.part != local.of_stack:
                 continue
             if key.startswith("state/"):
                 if key.split("/")[1] in local.bucket.states.moments:
@@ -276,7 +278,9 @@ def keys_by_parameter(keys: Iterable[str]) -> dict[str, list[str]]:
     """The keys of optimizer states, by the parameter they belong to."""
     keys_of: dict[str, list[str]] = {}
     for key in keys:
-        kind, rest = kind_of_key(key).kind, key.partition("/")[2]
-        if kind == "state" or kind in SCALARS:
-            keys_of.setdefault(rest.partition("/")[2], []).append(key)
+        kind, name = kind_of_key(key).kind, key.split("/", 2)[-1]
+        if kind == NESTED:
+            name = name.rpartition("/")[0]
+        if kind in ("state", NESTED) or kind in SCALARS:
+            keys_of.setdefault(name, []).append(key)
     return keys_of

@@ -18,7 +18,15 @@ from torch import Tensor, nn
 
 from zcomm import Topology
 from zero._checkpoint.collective_save import agreed
-from zero._checkpoint.flat_parts import SCALARS, LocalPart, kind_of_key, local_masters, local_weights, named_buffers
+from zero._checkpoint.flat_parts import (
+    NESTED,
+    SCALARS,
+    LocalPart,
+    kind_of_key,
+    local_masters,
+    local_weights,
+    named_buffers,
+)
 from zero._checkpoint.request import LoadSelection, Request, keys_by_parameter, residual_ranks
 from zero._checkpoint.snapshot import group_options, restore_random_state
 from zero._checkpoint.streamed_load import StreamedStates
@@ -290,7 +298,9 @@ def _inner_state(internals: OptimizerParts, request: Request) -> dict[str, Any]:
         of_piece: dict[str, Any] = {}
         for key in keys_of.get(local.name, []):
             name, kind = key.split("/", 2)[1], kind_of_key(key)
-            if kind.part in (None, local.of_stack):
+            if kind.kind == NESTED and key.endswith("/json") and kind.part == local.of_stack:
+                of_piece[name] = request.document(key.removesuffix("/json"))
+            elif kind.kind != NESTED and kind.part in (None, local.of_stack):
                 of_piece[name] = _state_value(key, request, local)
         if of_piece:
             state[numbers[id(local.values)]] = of_piece

@@ -8,7 +8,7 @@ update whole tensors get one leaf of its shape for each tensor, of which a param
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -22,6 +22,7 @@ from zero._optim.optimizer_clone import new_state
 from zero._optim.several import optimizers_of
 from zero._sharding.bucket import Bucket
 from zero._sharding.stages import Stage
+from zero._storage.safetensors_file import is_storable
 
 GivenOptimizer = type[Optimizer] | Optimizer
 """What a user gives: a class or an instance."""
@@ -97,6 +98,27 @@ def is_elementwise(master: Tensor, value: Tensor) -> bool:
     By shape: a state of a whole tensor may have as many elements by chance, as a factor of a row vector has.
     """
     return value.ndim > 0 and value.shape == master.shape
+
+
+def is_nested(value: Any) -> bool:
+    """Whether ``value``, a state, is a list, tuple or dict of tensors that can be saved, numbers and such."""
+    if type(value) not in (list, tuple, dict):
+        return False
+    items = list(value.values()) if isinstance(value, dict) else value
+    has_names = not isinstance(value, dict) or all(isinstance(key, (str, int)) for key in value)
+    known = (bool, int, float, type(None))
+    return has_names and all(
+        is_nested(item) or type(item) in known or (isinstance(item, Tensor) and is_storable(item)) for item in items
+    )
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors of a state: it, or those nested in it."""
+    if isinstance(value, Tensor):
+        yield value
+    elif is_nested(value):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from tensors_in(item)
 
 
 def build_pieces(buckets: list[Bucket], stage: Stage) -> list[MasterPiece]:
