@@ -122,6 +122,28 @@ def test_on_one_node(world_size: int, per_node: int) -> None:
     run_ranks(world_size, _check_gradients, Muon, per_node, {"stage": 2})
 
 
+def _check_narrow(rank: int, stage: int) -> None:
+    """16-bit parameters are the rounded masters, at first and after a step."""
+    model = _model().bfloat16()
+    with _sharing(2):
+        optimizer = zero.ZeroOptimizer(model, _optimizers(model), topology=topology(2), stage=stage)
+    assert _num_joint(optimizer) > 0
+    for step in range(2):
+        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank)).bfloat16()
+        model(x).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for name, values in full_values(model).items():
+            master = zero.utils.safe_get_full_fp32_param(model.get_parameter(name))
+            assert torch.equal(values, master.bfloat16()), (step, name)
+    optimizer.close()
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_16_bit_parameters(stage: int) -> None:
+    run_ranks(4, _check_narrow, stage)
+
+
 def _check_where(rank: int) -> None:
     """Not where states are offloaded, an optimizer is another one, a node has one rank, or there is no need."""
     for options, cls, per_node in (

@@ -1,14 +1,16 @@
 """States that are lists of tensors, as SOAP's preconditioners are: checkpoints between stages and ranks, access."""
 
-# covers zero/_optim/masters.py zero/_checkpoint/flat_parts.py zero/_checkpoint/restore.py
+# covers zero/_optim/masters.py zero/_optim/file_update.py zero/_checkpoint/flat_parts.py zero/_checkpoint/restore.py
 
 from __future__ import annotations
 
 import copy
 import importlib
 import importlib.util
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -24,6 +26,7 @@ from tests.zero.training import full_values, train, zero_optimizer
 from tests.zero.whole_optimizers import matrices_and_others, train_plainly
 from zcomm import ConfigError, StateError
 from zero import load_checkpoint, save_checkpoint
+from zero._optim.file_update import FileUpdate
 from zero._optim.masters import is_nested, tensors_in
 from zero.errors import CheckpointError
 
@@ -236,3 +239,30 @@ def _check_soap(rank: int, name: str, folder: str) -> None:
         load_checkpoint(optimizer, folder, "saved")
         train(model, optimizer, rank, steps=2)
         optimizer.close()
+
+
+def _check_retry(rank: int, folder: str) -> None:
+    """A step that failed on one rank, after it had run, leaves the lists as they were: the next one is that step."""
+    expected = new_model(torch.float64)
+    train_plainly(expected, _optimizers(expected), world_size=2, steps=range(3))
+    model, run = new_model(torch.float64), FileUpdate.run
+
+    def fail(self: FileUpdate, *args: Any, **options: Any) -> None:
+        run(self, *args, **options)
+        raise OSError(28, "no space")
+
+    with zero_optimizer(model, _optimizers(model), stage=2, **_offload("nvme", 2, folder)) as optimizer:
+        for step in range(3):
+            loss_of(model, *batch(step, 0, rank)).backward()
+            if step == 1:
+                fails = mock.patch.object(FileUpdate, "run", fail) if rank else nullcontext()
+                with fails, pytest.raises(OSError, match="no space"):
+                    optimizer.step()
+            optimizer.step()
+            optimizer.zero_grad()
+        got = as_vector(full_values(model).values())
+    assert (got - as_vector(expected.parameters())).abs().max() < 1e-10
+
+
+def test_a_failed_step_leaves_them(tmp_path: Path) -> None:
+    run_ranks(2, _check_retry, str(tmp_path))

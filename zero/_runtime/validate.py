@@ -160,7 +160,7 @@ def described_placement(buckets: Sequence[Bucket]) -> tuple[str, ...]:
     of_ranks = [sum(sizes) for sizes in zip(*dealt, strict=True)]
     share = max(of_ranks) * len(of_ranks) / sum(of_ranks)
     return (
-        f"{num_tensors} tensors are updated as a whole, each by one rank; the largest shard is {share:.2f} times "
+        f"{num_tensors} tensors are updated as a whole, dealt out to the ranks; the largest shard is {share:.2f} times "
         "the mean",
     )
 
