@@ -329,6 +329,13 @@ def _check_access(rank: int) -> None:
     optimizer.load_state_dict(state)
     assert torch.equal(zero.utils.safe_get_full_optimizer_state(param, "momentum_buffer"), values + 1)
     optimizer.close()
+    for is_spread, parts in ((False, 3), (True, 1)):
+        model = _declared(**{**FUSED, "qkv": parts})
+        with _spreading(is_spread=is_spread):
+            optimizer = zero.ZeroOptimizer(model, _optimizers(model), topology=topology(2), stage=3)
+        with pytest.raises(LayoutError, match="a shard fits only the layout it was saved from"):
+            optimizer.load_state_dict(state)
+        optimizer.close()
 
 
 def test_access() -> None:
