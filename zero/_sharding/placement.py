@@ -124,11 +124,13 @@ class _Bins:
         """Move or exchange tensors of the fullest bin as long as that makes the fuller of two bins less full."""
         for _ in range(MAX_MOVES):
             loads, contents = self._loads, self.contents
+            # Of those that cost the same, the first: a layer may have hundreds of experts.
+            distinct = [list({costs[index]: index for index in reversed(of_bin)}.values()) for of_bin in contents]
             full = max(range(len(loads)), key=lambda i: (loads[i], -i))
             found = None
             for other in range(len(loads)):
-                for mine in contents[full]:
-                    for theirs in (None, *contents[other]) if other != full else ():
+                for mine in distinct[full]:
+                    for theirs in (None, *distinct[other]) if other != full else ():
                         moved = costs[mine] - (0.0 if theirs is None else costs[theirs])
                         fuller = max(loads[full] - moved, loads[other] + moved)
                         if fuller < (1 - 1e-9) * (loads[full] if found is None else found[0]):
