@@ -1,10 +1,11 @@
 """What whole tensors cost: Muon beside AdamW. Balance of placement, bytes between nodes, and CPU time of updates.
 
     python bench/whole_tensors.py                    4 ranks as 2 nodes of 2; prints all tables
-    python bench/whole_tensors.py --only balance     placement alone, without ranks
+    python bench/whole_tensors.py --only balance     placement alone, without ranks; or batches
 
 balance     the fullest node, and the fullest rank, over the mean; ``bound``: max(1.1 x the mean, the largest tensor)
 bytes       sent between nodes in a step by all ranks together, Muon + AdamW over AdamW alone, counted
+batches     a step of zero.Muon, which updates small matrices of one shape together, beside torch.optim.Muon's
 update      CPU seconds of the ranks' updates together, over those of one process that updates every tensor
 """
 
@@ -22,9 +23,10 @@ from contenders.job import add_shape, batch
 from contenders.muon import optimizers
 from gpt_model import GPT, GPTConfig
 from torch import Tensor, nn
-from torch.optim import AdamW, Optimizer
+from torch.optim import AdamW, Muon, Optimizer
 
 import zcomm
+import zero
 from zcomm import Topology, control
 from zcomm._bench.launch import process_group, relaunch_under_torchrun
 from zero import ZeroOptimizer
@@ -47,6 +49,8 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 STEPS = 3
 ROUNDS = 9
+BATCHES = [((64, 64), 16), ((256, 64), 16), ((128, 128), 16), ((512, 128), 12), ((256, 256), 12), ((1024, 256), 6)]
+BATCHES += [((768, 768), 6), ((3072, 768), 4)]
 
 
 def balance() -> None:
@@ -54,9 +58,9 @@ def balance() -> None:
     print(f"{'model':<22}{'nodes x ranks':>14}{'of':>9}{'node':>7}{'rank':>7}{'bound':>7}")
     for name, layers in MODELS.items():
         tensors = [
-            PlacedTensor(index, rows * columns, work_of((rows, columns), is_whole=True))
+            PlacedTensor(index, rows * columns, work_of((rows, columns), is_whole=True), (columns, rows))
             for index, layer in enumerate(layers)
-            for rows, columns in layer
+            for columns, rows in map(sorted, layer)
         ]
         for side in SIDES:
             places = place(tensors, side, side)
@@ -65,16 +69,37 @@ def balance() -> None:
 
 
 def _print_balance(
-    title: str, tensors: list[PlacedTensor], places: list[tuple[int, int]], what: str, side: int
+    title: str, tensors: list[PlacedTensor], places: list[tuple[int, int | None]], what: str, side: int
 ) -> None:
     nodes, ranks = defaultdict[int, float](float), defaultdict[tuple[int, int], float](float)
     costs = [float(getattr(tensor, what)) for tensor in tensors]
     for cost, (node, rank) in zip(costs, places, strict=True):
         nodes[node] += cost
-        ranks[node, rank] += cost
+        for each in range(side) if rank is None else (rank,):
+            ranks[node, each] += cost if rank is not None else cost / side
     of_node, of_rank = sum(costs) / side, sum(costs) / side**2
     bound = max(1.1, max(costs) / of_rank)
     print(f"{title}{max(nodes.values()) / of_node:>7.3f}{max(ranks.values()) / of_rank:>7.3f}{bound:>7.3f}")
+
+
+def batches() -> None:
+    """Print the time of a step on matrices of one shape."""
+    print(f"\n{'matrices':<18}{'torch, ms':>11}{'zero, ms':>11}{'ratio':>8}")
+    for shape, count in BATCHES:
+        both = []
+        for cls in (Muon, zero.Muon):
+            params = [nn.Parameter(torch.randn(shape)) for _ in range(count)]
+            for param in params:
+                param.grad = torch.randn(shape)
+            both.append(cls(params, lr=1e-3))
+        times: list[list[float]] = [[], []]
+        for _ in range(ROUNDS):
+            for optimizer, of_one in zip(both, times, strict=True):
+                start = time.perf_counter()
+                optimizer.step()
+                of_one.append(time.perf_counter() - start)
+        ours, theirs = (1000 * statistics.median(of_one) for of_one in reversed(times))
+        print(f"{f'{count} of {shape[0]} x {shape[1]}':<18}{theirs:>11.1f}{ours:>11.1f}{ours / theirs:>8.2f}")
 
 
 def _muon(model: nn.Module) -> list[Optimizer]:
@@ -155,18 +180,19 @@ def _cpu_seconds(call: Callable[[], object]) -> Tensor:
 def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=("balance", "bytes", "update"))
+    parser.add_argument("--only", choices=("balance", "batches", "bytes", "update"))
     add_shape(parser)
     arguments = parser.parse_args()
-    chosen = (arguments.only,) if arguments.only else ("balance", "bytes", "update")
-    if chosen == ("balance",):
-        balance()
+    chosen = (arguments.only,) if arguments.only else ("balance", "batches", "bytes", "update")
+    if chosen[0] in ("balance", "batches") and len(chosen) == 1:
+        (balance if chosen[0] == "balance" else batches)()
         return
     relaunch_under_torchrun(4)
     with process_group("cpu"):
         topology = Topology(ranks_per_node=2)
         if "balance" in chosen and topology.rank == 0:
             balance()
+            batches()
         if "bytes" in chosen:
             bytes_between_nodes(arguments, topology)
         if "update" in chosen:

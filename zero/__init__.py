@@ -21,7 +21,7 @@ from zero._model.init import Init
 from zero._optim.cpu_optimizers import CPUAdagrad, CPUAdam, CPULion
 from zero._optim.lamb import Lamb
 from zero._optim.lion import Lion
-from zero._optim.muon import MuonSplit, split_for_muon
+from zero._optim.muon import Muon, MuonSplit, split_for_muon
 from zero._ranks.distributed import init_distributed
 from zero._sharding.stages import model_state_nbytes
 from zero._step.moving_average import MovingAverage
@@ -54,6 +54,7 @@ __all__ = [
     "Lion",
     "Loaded",
     "MovingAverage",
+    "Muon",
     "MuonSplit",
     "NotAvailableError",
     "TiledLinear",

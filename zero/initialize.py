@@ -22,7 +22,7 @@ from zero._model.cast import move
 from zero._model.model_checks import check_is_plain
 from zero._optim.from_config import build_optimizer
 from zero._optim.lr_schedulers import build_scheduler
-from zero._optim.muon import build_muon, split_for_muon
+from zero._optim.muon import build_muon, split_by_role
 from zero._optim.several import as_one
 from zero._ranks.distributed import DataParallel, RankDataLoader, data_parallel, init_distributed, local_device
 from zero._ranks.rank_errors import on_every_rank
@@ -216,7 +216,7 @@ def _choose_optimizer(given: Any, model: nn.Module, parameters: Any, configurati
         states = tiers_of(values, stage=values.zero_optimization.stage).states
         on_host = states.tier is not Tier.DEVICE and (states.ratio == 1 or not torch.cuda.is_available())
         if choice.type.lower() == "muon":
-            return build_muon(choice.params, parameters, split_for_muon(model).matrices)
+            return build_muon(choice.params, parameters, split_by_role(model).matrices)
         return build_optimizer(choice.type, choice.params, parameters, on_host=on_host)
     if not callable(given):
         raise ConfigError(f"optimizer must be an instance, a class or a function of the parameters: got {given!r}")

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from zcomm import ConfigError, StateError
+from zero._optim.masters import tensors_in
 from zero._runtime.optimizer_parts import OptimizerParts
 from zero._runtime.runtime import Runtime
 from zero._runtime.suspended_memory import SuspendedMemory
@@ -112,7 +113,7 @@ def _tensors(parts: OptimizerParts, kinds: Collection[str]) -> Iterator[Tensor]:
     for piece in parts.pieces if "optim_states" in kinds else ():
         if not piece.bucket.states.is_on_host:
             states = parts.inner.state.get(piece.master, {}).values()
-            yield from (value for value in states if isinstance(value, Tensor) and value.ndim)
+            yield from (tensor for value in states for tensor in tensors_in(value) if tensor.ndim)
 
 
 def _synchronize(runtime: Runtime, *, waits: bool) -> None:

@@ -135,7 +135,7 @@ class ZeroOptimizer(Optimizer):
         on_every_rank(lambda: cast(model, plan.dtype, kept, plan.buffer_dtype), topology)
         groups = as_groups(model, optimizer)
         self._group_of = {param: index for index, group in enumerate(groups) for param in group["params"]}
-        whole = whole_parameters(groups, plan)
+        whole = whole_parameters(groups, plan, optimizer)
         settings, chosen = choose_formats(model, plan.settings, topology, whole)
         is_log_rank = topology.rank == self._model_parallel.rank == 0
         self._runtime = Runtime(model, settings, topology, whole, is_log_rank=is_log_rank)

@@ -296,7 +296,7 @@ def test_what_couples_tensors_is_refused() -> None:
         zero.ZeroOptimizer(model, Everything(model.parameters(), lr=0.1), stage=1)
 
 
-@pytest.mark.parametrize("cls", [WideMuon, torch.optim.Adafactor, Muon, zero.Lamb])
+@pytest.mark.parametrize("cls", [WideMuon, torch.optim.Adafactor, Muon, zero.Lamb, zero.Muon])
 def test_known_classes_pass_their_trial(cls: type[torch.optim.Optimizer], monkeypatch: pytest.MonkeyPatch) -> None:
     from zero._optim import elementwise_check
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from zcomm import StateError, Topology, control
 from zero._gather.gather_sources import gather_shards
-from zero._optim.masters import MasterPiece, is_elementwise, pieces_by_bucket
+from zero._optim.masters import MasterPiece, is_elementwise, is_nested, pieces_by_bucket
 from zero._optim.several import name_of
 from zero._ranks.rank_errors import on_every_rank, share_text
 from zero._runtime.optimizer_parts import OptimizerParts
@@ -269,6 +269,11 @@ def _described(parts: OptimizerParts) -> dict[str, dict[str, tuple[str, Any]]]:
                         f"{tuple(value.shape)}, which torch's helpers cannot gather: use zero.save_checkpoint"
                     )
                 states[state] = CODES[value.dtype], None if is_full else value.item()
+            elif is_nested(value):
+                raise StateError(
+                    f"{name_of(parts.inner)} keeps {state!r} as a {type(value).__name__}, which torch's helpers cannot "
+                    "gather: use zero.save_checkpoint"
+                )
             elif value is not None:
                 states[state] = "", value
         if piece.master.dtype != piece.bucket.dtype:

@@ -248,16 +248,19 @@ def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
     _set_grad(param, lambda location: _local_value(location, value))
 
 
-def _state(location: ParameterLocation, param: nn.Parameter, key: str) -> tuple[Tensor | None, float | None, bool]:
-    """This rank's part of a state, or its value if it is one number for the parameter; and whether it exists."""
+def _state(location: ParameterLocation, param: nn.Parameter, key: str) -> tuple[bool, float | None, bool]:
+    """Whether this rank has a part of a state, or its value if it is one number; and whether any rank has."""
     location.runtime.finish_update()
     states = location.runtime.states
-    value, is_part = states.get(param, key), states.is_elementwise(param, key)
+    values, is_part = states.get(param, key), states.is_elementwise(param, key)
+    value = values[0] if values else None
 
     def read_number() -> float | None:
-        if isinstance(value, Tensor) and not is_part and value.numel() != 1:
+        is_number = isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)
+        if not (value is None or is_part or is_number):
+            kind = f"in another shape, {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
             raise StateError(
-                f"the optimizer keeps {key!r} of {location.name!r} in another shape, {tuple(value.shape)}: these "
+                f"the optimizer keeps {key!r} of {location.name!r} {'' if ',' in kind else 'as a '}{kind}: these "
                 "functions read numbers, and states of the parameter's shape"
             )
         return None if value is None or is_part else float(value)
@@ -267,32 +270,30 @@ def _state(location: ParameterLocation, param: nn.Parameter, key: str) -> tuple[
         torch.tensor([2.0 if is_part else 0.0 if number is None else 1.0, number or 0.0]), location.runtime.topology
     )
     if (kinds[:, 0] == 1).any():
-        return None, float(kinds[:, 1].max()), True
-    return value if is_part else None, None, bool((kinds[:, 0] == 2).any())
+        return False, float(kinds[:, 1].max()), True
+    return is_part, None, bool((kinds[:, 0] == 2).any())
 
 
-def _get_state(
-    param: nn.Parameter, key: str, read: Callable[[ParameterLocation, Tensor | None], Tensor]
-) -> Tensor | None:
-    """What ``read`` makes of this rank's part of a state; a scalar if it is one number. None if there is none."""
+def _get_state(param: nn.Parameter, key: str, read: Callable[[ParameterLocation, bool], Tensor]) -> Tensor | None:
+    """What ``read`` makes of this rank's part of a state, if it has one; a number as a scalar. None: there is none."""
     location = _locate(param)
     if location is None:
         return None
-    own, number, exists = _state(location, param, key)
+    has_part, number, exists = _state(location, param, key)
     if not exists:
         return None
-    return read(location, own) if number is None else torch.tensor(number)
+    return read(location, has_part) if number is None else torch.tensor(number)
 
 
 @collective("param", "optim_state_key", of=_topology_of)
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
     """Return the full optimizer state ``optim_state_key`` of ``param``; a scalar if it is one number. Collective."""
 
-    def read(location: ParameterLocation, own: Tensor | None) -> Tensor:
+    def read(location: ParameterLocation, has_part: bool) -> Tensor:  # noqa: FBT001
         with location.runtime.in_memory([location.bucket]):
             rows = torch.zeros_like(location.bucket.master)
-            if own is not None:
-                rows[location.part].copy_(_values(location, param, optim_state_key))
+            if has_part:
+                rows[location.part].copy_(torch.cat(_values(location, param, optim_state_key)))
         return _gathered(location, rows)
 
     return _get_state(param, optim_state_key, read)
@@ -305,34 +306,34 @@ def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) ->
     Collective: the ranks agree on whether the state exists.
     """
 
-    def read(location: ParameterLocation, own: Tensor | None) -> Tensor:
+    def read(location: ParameterLocation, has_part: bool) -> Tensor:  # noqa: FBT001
         with location.runtime.states_in_memory(location.bucket):
-            return torch.empty(0) if own is None else _values(location, param, optim_state_key).float().clone()
+            return torch.cat(_values(location, param, optim_state_key)).float() if has_part else torch.empty(0)
 
     return _get_state(param, optim_state_key, read)
 
 
-def _values(location: ParameterLocation, param: nn.Parameter, key: str) -> Tensor:
-    """This rank's part of a state that is in memory, without padding."""
-    values: Tensor = location.runtime.states.get(param, key)
-    return values.view(-1)[: location.numel]
+def _values(location: ParameterLocation, param: nn.Parameter, key: str) -> list[Tensor]:
+    """This rank's part of a state that is in memory, without padding: flat, one after the other."""
+    return [values.view(-1)[: location.numel] for values in location.runtime.states.get(param, key)]
 
 
 def _set_state(param: nn.Parameter, key: str, own_value: Callable[[ParameterLocation], Tensor], value: Tensor) -> None:
     location = _locate_managed(param)
-    own, number, exists = _state(location, param, key)
-    states = location.runtime.states
+    has_part, number, exists = _state(location, param, key)
     if not exists:
         raise StateError(f"{location.name!r} has no optimizer state {key!r}: the first step creates states")
     if number is None:
         part = own_value(location)
         with location.runtime.in_memory([location.bucket], is_changed=True):
-            if own is not None:
-                _values(location, param, key).copy_(part)
+            first = 0
+            for values in _values(location, param, key) if has_part else ():
+                values.copy_(part[first : first + values.numel()])
+                first += values.numel()
         return
-    held = states.get(param, key)
-    if isinstance(held, Tensor):
-        held.fill_(float(value))
+    for held in location.runtime.states.get(param, key):
+        if isinstance(held, Tensor):
+            held.fill_(float(value))
 
 
 @collective("param", "optim_state_key", of=_topology_of)

@@ -6,6 +6,8 @@
     state/NAME/PARAM       optimizer states with one value for each element (moments)
     tensor|int|float/NAME/PARAM     optimizer states with one value for a parameter (step)
     tensor[N,M]/NAME/PARAM          optimizer states of any other shape, of whole tensors (factors of moments)
+    nested/NAME/PARAM/json, tree    those that are lists of tensors and the like, of whole tensors (preconditioners)
+    tensor[K:N,M], nested[K:]       those of tensor number K of the several that are stacked in the parameter
     buffer/BUFFER          the first rank's persistent buffers
     rank/R/buffer/BUFFER   those of rank R that differ from the first rank's
 
@@ -34,7 +36,7 @@ from torch import Tensor, nn
 from zcomm import control
 from zero._checkpoint.dcp import FlatPart
 from zero._checkpoint.json_tree import Tree
-from zero._optim.masters import is_elementwise
+from zero._optim.masters import is_elementwise, is_nested
 from zero._optim.several import name_of
 from zero._runtime.optimizer_parts import OptimizerParts
 from zero._runtime.runtime import Runtime
@@ -45,12 +47,29 @@ from zero.errors import CheckpointError
 
 SCALARS = {"tensor": Tensor, "int": int, "float": float}
 """Kinds of optimizer states that have one value for a parameter, and their types. A tensor may have more values."""
+NESTED = "nested"
 
 
-def kind_of_key(key: str) -> tuple[str, tuple[int, ...]]:
-    """The kind of what a key names, and its shape if it is a tensor of other than one value."""
-    kind, _, shape = key.partition("/")[0].partition("[")
-    return kind, tuple(int(size) for size in shape.rstrip("]").split(",") if size)
+class StateKind(NamedTuple):
+    """What a key of an optimizer state says."""
+
+    kind: str
+    shape: tuple[int, ...]
+    """Of a tensor of other than one value."""
+    part: int | None
+    """The number of the tensor that it is of, where several are stacked in the parameter."""
+
+    @property
+    def is_of_tensor(self) -> bool:
+        """Whether it fits only the tensor that it is of: it has no value for each element, and is no number."""
+        return bool(self.shape) or self.kind == NESTED
+
+
+def kind_of_key(key: str) -> StateKind:
+    """The kind of what a key names."""
+    kind, _, rest = key.partition("/")[0].partition("[")
+    part, _, shape = rest.rstrip("]").rpartition(":")
+    return StateKind(kind, tuple(int(size) for size in shape.split(",") if size), int(part) if part else None)
 
 
 class LocalPart(NamedTuple):
@@ -64,7 +83,9 @@ class LocalPart(NamedTuple):
     start: int
     """Their offset in the bucket's master."""
     is_whole: bool = False
-    """Whether ``values`` has the parameter's shape."""
+    """Whether ``values`` is a tensor that is updated as a whole."""
+    of_stack: int | None = None
+    """The number of that tensor, where several are stacked in the parameter."""
 
     def part(self, key: str, values: Tensor, state: str | None = None) -> FlatPart:
         """The same elements of another tensor of the parameter's shape.
@@ -95,8 +116,8 @@ def local_weights(runtime: Runtime, access: Literal["sizes", "values", "changes"
 def local_masters(internals: OptimizerParts) -> Iterator[LocalPart]:
     """Yield this rank's part of every parameter that it updates; ``values`` is the master, a key of the states."""
     for piece in internals.pieces:
-        slot = piece.bucket.layout.slots[piece.slot]
-        yield LocalPart(slot.name, slot.numel, piece.first, piece.master, piece.bucket, piece.start, piece.is_whole)
+        slot, place = piece.bucket.layout.slots[piece.slot], (piece.bucket, piece.start)
+        yield LocalPart(slot.name, slot.numel, piece.first, piece.master, *place, piece.is_whole, piece.part)
 
 
 def stale_parameter_parts(internals: OptimizerParts) -> list[FlatPart]:
@@ -119,7 +140,7 @@ def state_parts(internals: OptimizerParts) -> list[FlatPart]:
     Raises:
         CheckpointError: A state is neither of the parameter's size nor a number. On this rank alone.
     """
-    parts = []
+    parts, numbers = list[FlatPart](), set[str]()
     for local in local_masters(internals):
         for name, value in internals.inner.state.get(local.values, {}).items():
             if value is None:
@@ -129,10 +150,17 @@ def state_parts(internals: OptimizerParts) -> list[FlatPart]:
                 stored = name if is_placeholder(value) else None  # files have room for the moments of a trial only
                 parts.append(local.part(f"state/{name}/{local.name}", value, stored))
                 continue
+            if local.is_whole and is_nested(value) and "/" not in name:
+                kind = NESTED if local.of_stack is None else f"{NESTED}[{local.of_stack}:]"
+                parts += document_parts(f"{kind}/{name}/{local.name}", value, f"state {name!r} of {local.name!r}")
+                continue
             kind = _scalar_kind(internals, local, name, value)
             wide = torch.int64 if isinstance(value, int) else torch.float64
             stored = value.detach() if isinstance(value, Tensor) else torch.tensor(value, dtype=wide)
-            parts.append(FlatPart.of(f"{kind}/{name}/{local.name}", stored))
+            key = f"{kind}/{name}/{local.name}"
+            if key not in numbers:  # tensors that are stacked in a parameter have equal ones
+                numbers.add(key)
+                parts.append(FlatPart.of(key, stored))
     return parts
 
 
@@ -140,7 +168,7 @@ def _scalar_kind(internals: OptimizerParts, local: LocalPart, name: str, value: 
     param, kind = local.name, next((kind for kind, cls in SCALARS.items() if isinstance(value, cls)), None)
     is_scalar = not isinstance(value, Tensor) or (value.numel() == 1 and is_storable(value))
     if kind == "tensor" and local.is_whole and value.ndim and is_storable(value) and "/" not in name:
-        return f"tensor[{','.join(map(str, value.shape))}]"
+        return f"tensor[{'' if local.of_stack is None else f'{local.of_stack}:'}{','.join(map(str, value.shape))}]"
     if kind is None or not is_scalar or "/" in name:
         shape = f" of shape {tuple(value.shape)}, {value.dtype}" if isinstance(value, Tensor) else ""
         raise CheckpointError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,9 @@ from torch import Tensor
 
 from zero._checkpoint.dcp import FlatPart
 from zero._checkpoint.flat_parts import (
+    NESTED,
     SCALARS,
+    LocalPart,
     kind_of_key,
     local_masters,
     local_weights,
@@ -55,7 +57,9 @@ class Request:
     """The saved rank whose random state this rank loads."""
 
     def add(self, key: str, numel: int, offset: int, dtype: torch.dtype) -> None:
-        """Request elements of tensor ``key``."""
+        """Request elements of tensor ``key``; those that follow on what was requested of it are added to that."""
+        if (known := self.parts.get(key)) is not None and known.offset + known.values.numel() == offset:
+            offset, numel = known.offset, known.values.numel() + numel
         self.parts[key] = FlatPart(key, self.index.tensors[key].numel, offset, torch.zeros(numel, dtype=dtype))
 
     def add_full(self, key: str) -> None:
@@ -68,6 +72,11 @@ class Request:
         if key not in self.parts:
             raise CheckpointError(f"{self.index.folder} is damaged: tensor {key!r} is referred to and missing")
         return self.parts[key].values
+
+    def values_of(self, key: str, local: LocalPart) -> Tensor:
+        """Those of the elements of ``local``."""
+        first = local.first - self.parts[key].offset
+        return self.values(key)[first : first + local.values.numel()]
 
     def decoded(self, document: Any) -> Any:
         """Decode a part of the index's content."""
@@ -180,7 +189,19 @@ def _group_problems(internals: OptimizerParts, index: Index) -> list[str]:
         different = sorted(set(entry["parameters"]) ^ set(names))
         if different:
             problems.append(f"parameter group {number} has other parameters, {different[0]!r} among them {remedy}")
-    return problems
+    return problems + [f"{problem} {remedy}" for problem in _stack_problems(internals, index)]
+
+
+def _stack_problems(internals: OptimizerParts, index: Index) -> Iterator[str]:
+    """States of another shape than the parameter fit only the tensors that they are of."""
+    keys_of = keys_by_parameter(index.tensors)
+    for slot in (slot for bucket in internals.runtime.buckets for slot in bucket.layout.slots):
+        kinds = [kind_of_key(key) for key in keys_of.get(slot.name, [])]
+        saved = {kind.part for kind in kinds if kind.is_of_tensor}
+        if saved and saved != (set(range(len(slot.parts))) if len(slot.parts) > 1 else {None}):
+            yield (
+                f"parameter {slot.name!r} was updated as {len(saved)} tensors, and is as {max(len(slot.parts), 1)} here"
+            )
 
 
 def _request_weights(request: Request, internals: OptimizerParts) -> None:
@@ -219,6 +240,9 @@ def _request_states(request: Request, internals: OptimizerParts) -> None:
         if published in tensors and internals.runtime.delayed.is_used:
             request.add(published, local.values.numel(), local.first, tensors[published].dtype)
         for key in keys_of.get(local.name, []):
+            kind = kind_of_key(key)
+            if kind.is_of_tensor and kind.part != local.of_stack:
+                continue
             if key.startswith("state/"):
                 if key.split("/")[1] in local.bucket.states.moments:
                     continue
@@ -254,7 +278,9 @@ def keys_by_parameter(keys: Iterable[str]) -> dict[str, list[str]]:
     """The keys of optimizer states, by the parameter they belong to."""
     keys_of: dict[str, list[str]] = {}
     for key in keys:
-        kind, rest = kind_of_key(key)[0], key.partition("/")[2]
-        if kind == "state" or kind in SCALARS:
-            keys_of.setdefault(rest.partition("/")[2], []).append(key)
+        kind, name = kind_of_key(key).kind, key.split("/", 2)[-1]
+        if kind == NESTED:
+            name = name.rpartition("/")[0]
+        if kind in ("state", NESTED) or kind in SCALARS:
+            keys_of.setdefault(name, []).append(key)
     return keys_of

@@ -18,7 +18,15 @@ from torch import Tensor, nn
 
 from zcomm import Topology
 from zero._checkpoint.collective_save import agreed
-from zero._checkpoint.flat_parts import SCALARS, kind_of_key, local_masters, local_weights, named_buffers
+from zero._checkpoint.flat_parts import (
+    NESTED,
+    SCALARS,
+    LocalPart,
+    kind_of_key,
+    local_masters,
+    local_weights,
+    named_buffers,
+)
 from zero._checkpoint.request import LoadSelection, Request, keys_by_parameter, residual_ranks
 from zero._checkpoint.snapshot import group_options, restore_random_state
 from zero._checkpoint.streamed_load import StreamedStates
@@ -58,7 +66,7 @@ def _filled(
     for local in local_masters(internals):
         key = f"{kind}/{local.name}"
         if local.bucket in shards and key in request.parts:
-            shards[local.bucket][local.start : local.start + local.values.numel()] = request.values(key)
+            shards[local.bucket][local.start : local.start + local.values.numel()] = request.values_of(key, local)
     return shards
 
 
@@ -289,19 +297,23 @@ def _inner_state(internals: OptimizerParts, request: Request) -> dict[str, Any]:
     for local in local_masters(internals):
         of_piece: dict[str, Any] = {}
         for key in keys_of.get(local.name, []):
-            name = key.split("/", 2)[1]
-            of_piece[name] = _state_value(key, request.values(key), local.values)
+            name, kind = key.split("/", 2)[1], kind_of_key(key)
+            if kind.kind == NESTED and key.endswith("/json") and kind.part == local.of_stack:
+                of_piece[name] = request.document(key.removesuffix("/json"))
+            elif kind.kind != NESTED and kind.part in (None, local.of_stack):
+                of_piece[name] = _state_value(key, request, local)
         if of_piece:
             state[numbers[id(local.values)]] = of_piece
     return {"state": state, "param_groups": packed}
 
 
-def _state_value(key: str, values: Tensor, master: Tensor) -> Any:
-    kind, shape = kind_of_key(key)
+def _state_value(key: str, request: Request, local: LocalPart) -> Any:
+    (kind, shape, _), master = kind_of_key(key), local.values
     if kind == "tensor":
-        return values.view(shape).clone()
+        return request.values(key).view(shape).clone()
     if kind != "state":
-        return SCALARS[kind](values.item())
+        return SCALARS[kind](request.values(key).item())
+    values = request.values_of(key, local)
     padded = values.new_zeros(master.numel())
     padded[: values.numel()] = values
     return padded.view(master.shape).to(master.device)

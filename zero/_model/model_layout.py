@@ -8,8 +8,9 @@ the same format as all others, so a forward reads the same bits as if each layer
 from __future__ import annotations
 
 import zlib
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -23,6 +24,7 @@ from zero._modes import resolve_mode
 from zero._sharding.bucket import Bucket, is_managed
 from zero._sharding.layout import ALIGN, BucketLayout, group_consecutive
 from zero._sharding.placement import PlacedTensor, place, work_of
+from zero._sharding.stacked import parts_of
 from zero._sharding.units import Unit, by_kind, find_units
 from zero._storage.tier_settings import Tier
 
@@ -45,11 +47,11 @@ class ModelPlan(NamedTuple):
 
 
 def plan_model(
-    model: nn.Module, settings: ZeroSettings, topology: Topology, whole: Collection[nn.Parameter] = ()
+    model: nn.Module, settings: ZeroSettings, topology: Topology, whole: Mapping[nn.Parameter, bool] | None = None
 ) -> ModelPlan:
     """Divide ``model`` into units and buckets, without communication.
 
-    ``whole``: parameters that their optimizer updates as whole tensors.
+    ``whole``: parameters that their optimizer updates as whole tensors, and whether a node could do it together.
 
     Raises:
         ZcommError: The model cannot be sharded with these settings.
@@ -59,7 +61,7 @@ def plan_model(
     _check_renormalized(model, settings, effective, topology)
     if effective.stage.shards_parameters:
         _check_is_gatherable(model)
-    units, runs, contents, rows = _divide(model, settings, effective, topology, whole)
+    units, runs, contents, rows = _divide(model, settings, effective, topology, whole or {})
     if rows and topology.backend == "nccl":
         raise BackendUnavailableError(
             "backend='nccl' does not exchange shards of different sizes, which an optimizer of whole tensors needs: "
@@ -79,7 +81,7 @@ def plan_model(
 
 
 def layouts_of(
-    model: nn.Module, settings: ZeroSettings, topology: Topology, whole: Collection[nn.Parameter]
+    model: nn.Module, settings: ZeroSettings, topology: Topology, whole: Mapping[nn.Parameter, bool]
 ) -> list[tuple[BucketLayout, bool]]:
     """The buckets of :func:`plan_model`, and whether they are trainable; ``model`` may be on the meta device."""
     effective = resolve_mode(settings, topology)
@@ -92,14 +94,14 @@ def layouts_of(
 
 
 def layouts_of_units(
-    units: list[Unit], whole: Collection[nn.Parameter], topology: Topology, *, merged_numel: int, deals: bool
+    units: list[Unit], whole: Mapping[nn.Parameter, bool], topology: Topology, *, merged_numel: int, deals: bool
 ) -> list[tuple[BucketLayout, bool]]:
     """The same of these units, of which those of up to ``merged_numel`` elements share buckets.
 
     ``deals``: whether shards are divided.
     """
-    contents = [_contents(run, set(whole)) for run in _runs_of(units, merged_numel)]
-    rows = _rows_of(contents, topology) if deals else {}
+    contents = [_contents(run, set(whole), ALIGN) for run in _runs_of(units, merged_numel)]
+    rows = _rows_of(contents, topology, ALIGN, whole) if deals else {}
     return [
         (_layout(content, rows, topology.world_size, ALIGN), content.named[0][1].requires_grad)
         for of_run in contents
@@ -122,18 +124,23 @@ class Division(NamedTuple):
     """Units that share exchanges. The first run is that of the persistent parameters."""
     contents: list[list[Content]]
     """Of the buckets of each run."""
-    rows: dict[nn.Parameter, int]
+    rows: Rows
     """See :func:`_rows_of`; empty if shards are equal."""
 
 
 def _divide(
-    model: nn.Module, settings: ZeroSettings, effective: Effective, topology: Topology, whole: Collection[nn.Parameter]
+    model: nn.Module,
+    settings: ZeroSettings,
+    effective: Effective,
+    topology: Topology,
+    whole: Mapping[nn.Parameter, bool],
 ) -> Division:
     units, persistent = _cut_into_units(model, settings, effective)
     runs = [[persistent], *_runs_of(units, numel_to_merge(settings, effective))]
-    contents = [_contents(run, set(whole)) for run in runs]
+    contents = [_contents(run, set(whole), effective.align) for run in runs]
     deals = effective.stage.shards_states and topology.world_size > 1
-    return Division(units, runs, contents, _rows_of(contents, topology) if deals else {})
+    rows = _rows_of(contents, topology, effective.align, whole) if deals else {}
+    return Division(units, runs, contents, rows)
 
 
 def _cut_into_units(model: nn.Module, settings: ZeroSettings, effective: Effective) -> tuple[list[Unit], Unit]:
@@ -212,49 +219,97 @@ def _check_is_gatherable(model: nn.Module) -> None:
             )
 
 
+Rows = Mapping[nn.Parameter, tuple[int, ...]]
+"""The shard of each parameter of the buckets that have whole tensors, or those of its parts."""
+
+
 class Content(NamedTuple):
     """The parameters of one bucket."""
 
     named: list[tuple[str, nn.Parameter]]
     whole: set[nn.Parameter]
     """Those that are updated as whole tensors; if there are any, every parameter of the bucket is in one shard."""
+    is_spread: bool = False
+    """Whether it is one parameter, whose parts may be in different shards."""
 
 
-def _contents(run: list[Unit], whole: Collection[nn.Parameter]) -> list[Content]:
+def _contents(run: list[Unit], whole: set[nn.Parameter], align: int) -> list[Content]:
     """What the buckets of a run of units hold: one for each dtype and requires_grad.
 
-    Beside whole tensors, large parameters that may be cut have a bucket of their own, with equal shards.
+    Beside whole tensors, large parameters that may be cut have a bucket of their own, with equal shards; and so has
+    each that is several tensors: theirs are adjacent, so those of shards between would have to be in the middle of it.
     """
     contents = []
     for (_, is_trainable), named in by_kind(named for unit in run for named in unit.parameters).items():
         dealt = {param for _, param in named if is_trainable and param in whole}
-        is_cut = [bool(dealt) and param not in dealt and param.numel() > JOINED_NUMEL for _, param in named]
-        for cut in (False, True):
-            own = [one for one, is_own in zip(named, is_cut, strict=True) if is_own is cut]
+        spread = {param for param in dealt if _is_spread(param, align)}
+        cut = {p for _, p in named if dealt and p not in dealt and p.numel() > JOINED_NUMEL}
+        for own, of_own in (
+            ([one for one in named if one[1] not in spread | cut], dealt - spread),
+            ([one for one in named if one[1] in cut], set[nn.Parameter]()),
+        ):
             if own:
-                contents.append(Content(own, set() if cut else dealt))
+                contents.append(Content(own, of_own))
+        contents += [Content([one], {one[1]}, is_spread=True) for one in named if one[1] in spread]
     return contents
 
 
-def _rows_of(contents: list[list[Content]], topology: Topology) -> dict[nn.Parameter, int]:
-    """The shard of each parameter of the buckets that have whole tensors."""
+def _is_spread(param: nn.Parameter, align: int) -> bool:
+    """Whether the tensors that are stacked in ``param`` are dealt out one by one: equal ones, where it pays."""
+    shapes = parts_of(param)
+    is_equal = len(shapes) > 1 and len(set(shapes)) == 1
+    return is_equal and param.numel() > JOINED_NUMEL and prod(shapes[0]) % align == 0
+
+
+def _rows_of(
+    contents: list[list[Content]], topology: Topology, align: int, divisible: Mapping[nn.Parameter, bool]
+) -> Rows:
+    """The shard of each parameter of the buckets that have whole tensors; or those of its equal parts.
+
+    A parameter that a node updates together gets a bucket of its own in ``contents``.
+    """
     dealt = [content for of_run in contents for content in of_run if content.whole]
-    params = [(index, param) for index, content in enumerate(dealt) for _, param in content.named]
-    whole = {param for content in dealt for param in content.whole}
-    tensors = [PlacedTensor(i, p.numel(), work_of(p.shape, is_whole=p in whole)) for i, p in params]
-    places = place(tensors, topology.num_nodes, topology.ranks_per_node)
-    return {p: rank * topology.num_nodes + node for (_, p), (node, rank) in zip(params, places, strict=True)}
+    owners: list[nn.Parameter] = []
+    tensors: list[PlacedTensor] = []
+    for index, content in enumerate(dealt):
+        for param in (param for _, param in content.named):
+            shapes = parts_of(param) if param in content.whole else (tuple(param.shape),)
+            of_one = [PlacedTensor(index, prod(s), work_of(s, is_whole=param in content.whole)) for s in shapes]
+            if not content.is_spread:
+                is_divided = divisible.get(param, False) and _has_rows_for(param, topology.ranks_per_node, align)
+                sides = tuple(sorted(param.shape)) if is_divided else ()
+                of_one = [PlacedTensor(index, param.numel(), sum(one.work for one in of_one), sides)]
+            tensors += of_one
+            owners += [param] * len(of_one)
+    rows: dict[nn.Parameter, list[int]] = {}
+    for param, (node, rank) in zip(owners, place(tensors, topology.num_nodes, topology.ranks_per_node), strict=True):
+        ranks = range(topology.ranks_per_node) if rank is None else (rank,)
+        rows.setdefault(param, []).extend(each * topology.num_nodes + node for each in ranks)
+        if rank is None:
+            _set_apart(param, contents)
+    # The parts of a parameter cost the same, and are laid out in their order.
+    return {param: tuple(sorted(of_one)) for param, of_one in rows.items()}
+
+
+def _has_rows_for(param: nn.Parameter, num_ranks: int, align: int) -> bool:
+    """Whether each of ``num_ranks`` can have as many rows of ``param``, and of the products of its update."""
+    return not any(size % num_ranks for size in param.shape) and param.numel() // num_ranks % align == 0
+
+
+def _set_apart(param: nn.Parameter, contents: list[list[Content]]) -> None:
+    """Give ``param`` a bucket of its own."""
+    for of_run in contents:
+        for index, content in enumerate(of_run):
+            own = [one for one in content.named if one[1] is param]
+            if own:
+                left = [one for one in content.named if one[1] is not param]
+                rest = [content._replace(named=left, whole=content.whole - {param})] if left else []
+                of_run[index : index + 1] = [*rest, Content(own, {param}, is_spread=True)]
+                return
 
 
 def _bucket(
-    index: int,
-    run: list[Unit],
-    content: Content,
-    rows: Mapping[nn.Parameter, int],
-    topology: Topology,
-    align: int,
-    *,
-    is_persistent: bool,
+    index: int, run: list[Unit], content: Content, rows: Rows, topology: Topology, align: int, *, is_persistent: bool
 ) -> Bucket:
     """Bucket number ``index``, of a run of units; ``rows``: see :func:`_rows_of`."""
     title = " .. ".join(dict.fromkeys((run[0].name or content.named[0][0], run[-1].name or content.named[-1][0])))
@@ -264,20 +319,24 @@ def _bucket(
     )
 
 
-def _in_order(content: Content, rows: Mapping[nn.Parameter, int]) -> list[tuple[str, nn.Parameter]]:
+def _is_dealt(content: Content, rows: Rows) -> bool:
+    return bool(content.whole) and bool(rows)
+
+
+def _in_order(content: Content, rows: Rows) -> list[tuple[str, nn.Parameter]]:
     """The parameters as they lie in the bucket."""
-    return sorted(content.named, key=lambda one: rows[one[1]]) if content.whole and rows else content.named
+    return sorted(content.named, key=lambda one: rows[one[1]]) if _is_dealt(content, rows) else content.named
 
 
-def _layout(content: Content, rows: Mapping[nn.Parameter, int], world_size: int, align: int) -> BucketLayout:
+def _layout(content: Content, rows: Rows, world_size: int, align: int) -> BucketLayout:
     named = _in_order(content, rows)
     return BucketLayout.of(
         [name for name, _ in named],
         [tuple(param.shape) for _, param in named],
         world_size,
         align,
-        whole=[param in content.whole for _, param in named],
-        owners=[rows[param] for _, param in named] if content.whole and rows else None,
+        parts=[parts_of(param) if param in content.whole else () for _, param in named],
+        owners=[rows[param] for _, param in named] if _is_dealt(content, rows) else None,
     )
 
 
@@ -296,7 +355,9 @@ def check_ranks_agree(buckets: list[Bucket], settings: ZeroSettings, topology: T
     known = {"the text of the settings": settings_text, "the order of parameters": order}
     for bucket in buckets:
         use = f"{bucket.dtype}, {'trained' if bucket.is_trainable else 'frozen'}"
-        known |= {f"parameter {slot.name!r}": f"{list(slot.shape)}, {use}," for slot in bucket.layout.slots}
+        for slot in bucket.layout.slots:
+            parts = f" in {len(slot.parts)} parts" if len(slot.parts) > 1 else ""
+            known[f"parameter {slot.name!r}"] = f"{list(slot.shape)}{parts}, {use},"
     found = differences_between_ranks(known, topology, lane="model")
     found = [line for line in found if not line.startswith("the order")] or found
     raise LayoutError(

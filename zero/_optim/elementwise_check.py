@@ -34,6 +34,8 @@ from torch.optim import Optimizer
 from zcomm import ConfigError
 from zero._optim.lamb import Lamb
 from zero._optim.lion import Lion
+from zero._optim.masters import is_nested
+from zero._optim.muon import Muon
 from zero._optim.optimizer_clone import copy_of, over_groups, start_training
 from zero._storage.safetensors_file import is_storable
 
@@ -53,7 +55,7 @@ def unsaved_state(
 ) -> Iterator[str]:
     """What a checkpoint of ``optimizer`` would lose; ``before``: its attributes before any step.
 
-    ``takes_any``: states may be tensors of any shape: those of whole tensors.
+    ``takes_any``: states may be tensors of any shape, and lists of them: those of whole tensors.
     """
     for name, text in attributes(optimizer).items():
         if text != before.get(name):
@@ -68,6 +70,7 @@ def unsaved_state(
             is_held = isinstance(value, (int, float))
             if is_tensor:
                 is_held = takes_any or value.numel() == 1 or value.shape == leaf.shape
+            is_held = is_held or (takes_any and is_nested(value))
             if value is not None and not is_held:
                 kind = f"a {type(value).__name__}" + (f" of shape {tuple(value.shape)}" if is_tensor else "")
                 yield (
@@ -113,7 +116,7 @@ BY_PARAMETER = frozenset(
 KNOWN = BY_PARAMETER | {Lion}
 """Elementwise by their formulas. They are not tried here, which would take hundreds of ms; the tests try them."""
 OF_TENSORS = frozenset(
-    {Lamb, *(cls for name in ("Adafactor", "Muon") if (cls := getattr(optim, name, None)) is not None)}
+    {Lamb, Muon, *(cls for name in ("Adafactor", "Muon") if (cls := getattr(optim, name, None)) is not None)}
 )
 """Those that update each tensor by itself; the tests try them."""
 
@@ -507,7 +510,7 @@ NUMEL, SQUARE = 2**16, (2**8, 2**8)
 def check_states(optimizer: Optimizer, device: torch.device, *, is_whole: bool = False) -> None:
     """Raise ConfigError if ``optimizer`` keeps anything but numbers, and tensors with one value for each element.
 
-    ``is_whole``: it updates whole tensors; then states are plain tensors of any shape.
+    ``is_whole``: it updates whole tensors; then states are plain tensors of any shape, and may be nested in lists.
 
     Cost: a step on 65,536 elements for each kind of parameter group.
     """
@@ -537,4 +540,4 @@ def check_states(optimizer: Optimizer, device: torch.device, *, is_whole: bool =
 def _is_shardable(value: Any, *, is_whole: bool) -> bool:
     if isinstance(value, Tensor):
         return is_storable(value) and (is_whole or value.numel() == 1 or value.shape == (NUMEL,))
-    return value is None or isinstance(value, (int, float))
+    return value is None or isinstance(value, (int, float)) or (is_whole and is_nested(value))

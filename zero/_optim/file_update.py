@@ -7,6 +7,7 @@ the state. Numbers of a state, such as ``step``, and the valid extent of the fil
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -147,10 +148,10 @@ class FileUpdate:
         bucket.finish_update(group.start, group.stop)
 
     def _state_of(self, part: LoadedMaster) -> dict[str, Any]:
-        """The state of a part: its runs of the moments, and copies of the numbers."""
+        """The state of a part: its runs of the moments, and copies of the rest."""
         state = self._inner.state.get(part.piece.master, {})
         return {
-            name: part.moments[name] if name in part.moments else value.clone() if isinstance(value, Tensor) else value
+            name: part.moments[name] if name in part.moments else copy.deepcopy(value)  # steps change it in place
             for name, value in state.items()
         }
 

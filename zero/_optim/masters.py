@@ -1,14 +1,16 @@
 """Master pieces: the inner optimizer's parameters, one flat tensor for each parameter in this rank's shards.
 
 Every parameter that this rank's shards intersect becomes one flat leaf tensor, a view of the bucket's master weights.
-Elementwise optimizers cannot tell the difference; :mod:`zero._optim.elementwise_check` refuses others.
+Elementwise optimizers cannot tell the difference; :mod:`zero._optim.elementwise_check` refuses others. Those that
+update whole tensors get one leaf of its shape for each tensor, of which a parameter may be several.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,6 +22,7 @@ from zero._optim.optimizer_clone import new_state
 from zero._optim.several import optimizers_of
 from zero._sharding.bucket import Bucket
 from zero._sharding.stages import Stage
+from zero._storage.safetensors_file import is_storable
 
 GivenOptimizer = type[Optimizer] | Optimizer
 """What a user gives: a class or an instance."""
@@ -39,7 +42,14 @@ class MasterPiece:
     start: int
     """Its offset in the bucket's master."""
     master: Tensor
-    """Flat; where the optimizer updates whole tensors, of the parameter's shape."""
+    """Flat; where the optimizer updates whole tensors, of the tensor's shape."""
+    part: int | None = None
+    """Of a parameter in which several tensors are stacked, the number of the one that this is."""
+
+    @property
+    def is_joint(self) -> bool:
+        """Whether it is some rows of a matrix that the ranks of a node update together."""
+        return self.is_whole and self.master.numel() < prod(self.bucket.layout.slots[self.slot].parts[self.part or 0])
 
     def of(self, shard: Tensor) -> Tensor:
         """The same elements of another tensor like the bucket's master, in the shape of :attr:`master`."""
@@ -47,7 +57,7 @@ class MasterPiece:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is updated as a tensor of the parameter's shape."""
+        """Whether it is a tensor that is updated as a whole."""
         return self.bucket.layout.slots[self.slot].is_whole
 
 
@@ -65,19 +75,21 @@ class OptimizerStates:
 
     def __init__(self, inner: Optimizer | None = None, pieces: Sequence[MasterPiece] = ()) -> None:
         self._inner = inner
-        self._piece_of = {piece.param: piece for piece in pieces}
+        self._pieces_of: dict[nn.Parameter, list[MasterPiece]] = {}
+        for piece in pieces:
+            self._pieces_of.setdefault(piece.param, []).append(piece)
 
-    def get(self, param: nn.Parameter, key: str) -> Any:
-        """State ``key`` of this rank's part of ``param``; None if there is none yet."""
-        piece = self._piece_of.get(param)
-        if piece is None or self._inner is None:
-            return None
-        return self._inner.state.get(piece.master, {}).get(key)
+    def get(self, param: nn.Parameter, key: str) -> list[Any]:
+        """State ``key`` of each tensor that this rank has of ``param``, in order; empty if there is none yet."""
+        if self._inner is None:
+            return []
+        states = [self._inner.state.get(piece.master, {}) for piece in self._pieces_of.get(param, ())]
+        return [state[key] for state in states if state.get(key) is not None]
 
     def is_elementwise(self, param: nn.Parameter, key: str) -> bool:
         """Whether state ``key`` of this rank's part of ``param`` has a value for each element."""
-        piece, value = self._piece_of.get(param), self.get(param, key)
-        return piece is not None and isinstance(value, Tensor) and is_elementwise(piece.master, value)
+        both = list(zip(self._pieces_of.get(param, ()), self.get(param, key), strict=False))
+        return bool(both) and all(isinstance(v, Tensor) and is_elementwise(piece.master, v) for piece, v in both)
 
 
 def is_elementwise(master: Tensor, value: Tensor) -> bool:
@@ -88,15 +100,40 @@ def is_elementwise(master: Tensor, value: Tensor) -> bool:
     return value.ndim > 0 and value.shape == master.shape
 
 
+def is_nested(value: Any) -> bool:
+    """Whether ``value``, a state, is a list, tuple or dict of tensors that can be saved, numbers and such."""
+    if type(value) not in (list, tuple, dict):
+        return False
+    items = list(value.values()) if isinstance(value, dict) else value
+    has_names = not isinstance(value, dict) or all(isinstance(key, (str, int)) for key in value)
+    known = (bool, int, float, type(None))
+    return has_names and all(
+        is_nested(item) or type(item) in known or (isinstance(item, Tensor) and is_storable(item)) for item in items
+    )
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors of a state: it, or those nested in it."""
+    if isinstance(value, Tensor):
+        yield value
+    elif is_nested(value):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from tensors_in(item)
+
+
 def build_pieces(buckets: list[Bucket], stage: Stage) -> list[MasterPiece]:
     """This rank's pieces of all trainable buckets, in order."""
     pieces = []
     for bucket in buckets:
         if bucket.is_trainable:
-            for piece, master in bucket.master_pieces(stage):
+            for piece in bucket.layout.tensors(bucket.row if stage.shards_states else None):
                 param, slot = bucket.params[piece.slot], bucket.layout.slots[piece.slot]
-                leaf = master.view(slot.shape) if slot.is_whole else master
-                pieces.append(MasterPiece(param, bucket, piece.slot, piece.first, piece.start, leaf))
+                master = bucket.master[piece.start : piece.stop]
+                leaf = master
+                if slot.is_whole:
+                    shape = slot.parts[piece.part or 0]
+                    leaf = master.view(shape if prod(shape) == master.numel() else (-1, shape[-1]))
+                pieces.append(MasterPiece(param, bucket, piece.slot, piece.first, piece.start, leaf, piece.part))
     return pieces
 
 

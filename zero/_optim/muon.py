@@ -7,21 +7,26 @@ hidden states. Source: K. Jordan et al., "Muon: An optimizer for hidden layers i
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from zcomm import ConfigError
 from zero._config import NotAvailableError
 from zero._config.optimizer_options import OPTIMIZER_OPTIONS
 from zero._config.parse import read_options
+from zero._config.settings import nearest_setting
 from zero._optim.several import as_one
+from zero._sharding.stacked import parts_of
 
 logger = logging.getLogger("zero")
 
+SMALL_NUMEL, BATCH_NUMEL = 2**18, 2**22
+"""Elements of matrices that are updated together, and of all of them: larger ones keep the cores busy by themselves."""
 HEADS = ("lm_head", "head", "score", "classifier", "embed_out", "output_projection")
 """The last parts of names that output layers have."""
 OF_MUON: dict[str, Any] = {"lr": 0.02, "momentum": 0.95, "weight_decay": 0.0, "nesterov": True, "ns_steps": 5}
@@ -30,6 +35,125 @@ OF_ADAM: dict[str, Any] = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-10, "weig
 OF_BOTH = OF_MUON.keys() | OF_ADAM.keys() | {"params"}
 NS_METHODS = ("gram", "standard")
 """DeepSpeed's names of two ways to compute the same polynomial; here it is computed as torch.optim.Muon does."""
+
+
+class Muon(getattr(torch.optim, "Muon", Optimizer)):  # type: ignore[misc]
+    """``torch.optim.Muon``, but it takes stacks of matrices, and updates small matrices of one shape together.
+
+    Parameters with ``stacked_parts`` may have two or three dimensions, and each part is updated by itself. Under a
+    :class:`zero.ZeroOptimizer` torch's does so, too, but its constructor refuses three dimensions. On CPUs the bits are
+    those of torch's.
+
+    Memory of a step: the momenta of a batch in bfloat16, 8 MiB, three times.
+
+    Args:
+        params: Matrices, and stacks of matrices; or groups of them.
+        options: Those of ``torch.optim.Muon``.
+
+    Raises:
+        ConfigError: A parameter is neither a matrix nor declared as a stack.
+        NotAvailableError: torch has no Muon: it is older than 2.9.
+    """
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        if not hasattr(torch.optim, "Muon"):
+            raise NotAvailableError("not available in this version: Muon needs torch 2.9 or later")
+        super().__init__([torch.empty(0, 0)], **options)  # torch checks parameters in the constructor alone
+        self.param_groups.clear()
+        for group in _groups(params):
+            self.add_param_group(group)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of matrices, and stacks of them."""
+        super().add_param_group(param_group)
+        for param in self.param_groups[-1]["params"]:
+            if any(len(shape) != 2 for shape in parts_of(param)):
+                raise ConfigError(
+                    f"Muon updates matrices: got a parameter of shape {tuple(param.shape)}; give it to another "
+                    "optimizer, or set stacked_parts if it is a stack of matrices"
+                )
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update all parameters that have gradients; returns what ``closure`` returns."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            params, grads, momenta = list[Tensor](), list[Tensor](), list[Tensor]()
+            self._init_group(group, params, grads, momenta)
+            for batch in _batches(params):
+                updates = [momentum_of(grads[i], momenta[i], group) for i in batch]
+                is_single = len(batch) == 1
+                changes = _orthogonal(updates[0] if is_single else torch.stack(updates), group)
+                rate = float(group["lr"])
+                for i, change in zip(batch, [changes] if is_single else changes, strict=True):
+                    params[i].mul_(1 - rate * group["weight_decay"])
+                    params[i].add_(change, alpha=-rate * scale_of(params[i].shape, group["adjust_lr_fn"]))
+        return loss
+
+    def _init_group(self, group: Any, *lists: list[Tensor]) -> bool:
+        """Have torch's step see the parts: of parameters, gradients, momenta."""
+        full: tuple[list[Tensor], ...] = tuple([] for _ in lists)
+        has_complex: bool = super()._init_group(group, *full)
+        for tensors in zip(*full, strict=True):
+            shapes = parts_of(tensors[0])
+            for of_kind, values in zip(lists, tensors, strict=True):
+                if shapes == (values.shape,):
+                    of_kind.append(values)
+                    continue
+                rows = (values.contiguous() if values is tensors[1] else values).view(-1, shapes[0][-1])
+                of_kind.extend(rows.split([shape[0] for shape in shapes]))
+        return has_complex
+
+
+def _batches(matrices: Sequence[Tensor]) -> list[list[int]]:
+    """The numbers of matrices that are updated together: of one shape, small ones, in order."""
+    found: list[list[int]] = []
+    open_ones: dict[Any, list[int]] = {}
+    for number, matrix in enumerate(matrices):
+        of = (matrix.shape, matrix.dtype, matrix.device)
+        batch = open_ones.get(of)
+        if batch is None or matrix.numel() > SMALL_NUMEL or (len(batch) + 1) * matrix.numel() > BATCH_NUMEL:
+            batch = open_ones[of] = []
+            found.append(batch)
+        batch.append(number)
+    return found
+
+
+def momentum_of(grad: Tensor, buffer: Tensor, group: Mapping[str, Any]) -> Tensor:
+    """What is orthogonalized, in bfloat16; ``buffer`` is updated."""
+    buffer.lerp_(grad, 1 - group["momentum"])
+    return (grad.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer).bfloat16()
+
+
+def normalized(x: Tensor, group: Mapping[str, Any]) -> Tensor:
+    """``x`` [m, n] or [k, m, n] over the norm of each matrix."""
+    norms: Tensor = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
+    return x / norms.clamp(min=group["eps"])
+
+
+def _orthogonal(update: Tensor, group: Mapping[str, Any]) -> Tensor:
+    """Newton and Schulz's iteration of a matrix, or of each of a stack [k, m, n]."""
+    (a, b, c), is_tall = group["ns_coefficients"], update.shape[-2] > update.shape[-1]
+    x = normalized(update.mT if is_tall else update, group)
+    add = torch.addmm if x.ndim == 2 else torch.baddbmm
+    for _ in range(group["ns_steps"]):
+        gram = x @ x.mT
+        x = add(x, add(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if is_tall else x
+
+
+def scale_of(shape: Sequence[int], rule: str | None) -> float:
+    """The factor of the learning rate that torch's option ``adjust_lr_fn`` names."""
+    return 0.2 * math.sqrt(max(shape)) if rule == "match_rms_adamw" else math.sqrt(max(1, shape[0] / shape[1]))
+
+
+def is_divisible(optimizer: Optimizer | type[Optimizer], param: nn.Parameter) -> bool:
+    """Whether ``optimizer`` updates ``param`` as :class:`Muon` does, so that several ranks can do it together."""
+    cls = optimizer if isinstance(optimizer, type) else type(optimizer)
+    return cls in (Muon, Muon.__base__) and param.ndim == 2 and len(parts_of(param)) == 1
 
 
 class MuonSplit(NamedTuple):
@@ -47,35 +171,78 @@ class MuonSplit(NamedTuple):
         for role in dict.fromkeys(self.roles.values()):
             names = [name for name, own in self.roles.items() if own == role]
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            lines.append(f"{'Muon' if role == MATRIX else 'AdamW':<6}{role:<22}{', '.join(names[:3])}{more}")
+            lines.append(f"{'Muon' if role in (MATRIX, STACK) else 'AdamW':<6}{role:<22}{', '.join(names[:3])}{more}")
         return "\n".join(lines)
 
 
-MATRIX = "hidden matrix"
+MATRIX, STACK = "hidden matrix", "stacked matrices"
+FUSED = ("qkv", "query_key_value", "c_attn", "in_proj_weight", "gate_up", "kv_proj")
+"""In names of parameters that are several matrices."""
 
 
-def split_for_muon(model: nn.Module) -> MuonSplit:
+def split_for_muon(model: nn.Module, fused: Mapping[str, int | Sequence[int]] | None = None) -> MuonSplit:
     """Divide the trainable parameters of ``model`` into those for Muon and the others, and log what was done.
 
     By role: weights of embeddings and what is named so, output layers (by their name; or outside of lists of layers
-    with as many rows as the largest embedding; or its weight), vectors, and tensors of more than two dimensions are
-    others. ``param.use_muon``, if it is set, decides instead.
+    with as many rows as the largest embedding; or its weight), vectors, and tensors of more than two dimensions that
+    are not declared as stacks of matrices are others. ``param.use_muon``, if it is set, decides instead.
+
+    Args:
+        model: Its parameters get the attribute ``stacked_parts`` where ``fused`` says so.
+        fused: By the name of a parameter, or its last parts: how many matrices of as many rows it is, one below the
+            other, or the rows of each; each is updated by itself. A parameter [E, m, n] is E * m rows. 1: it is one
+            matrix. ``{"attn.qkv.weight": 3, "attn.kv.weight": (512, 512), "experts.w1": 8}``
 
     Raises:
-        ConfigError: ``use_muon`` is true for a parameter that is no matrix.
+        ConfigError: ``use_muon`` is true for a parameter that is no matrix; a name says that it is fused (``qkv``,
+            ``gate_up``, ...), and nothing is declared; or ``fused`` does not fit the model.
 
     ::
 
         matrices, others, _ = zero.split_for_muon(model)
         optimizer = zero.ZeroOptimizer(model, [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=3e-4)])
     """
+    _declare(model, fused or {})
+    found = split_by_role(model)
+    for name, param in model.named_parameters():
+        is_open = not hasattr(param, "stacked_parts") and getattr(param, "use_muon", None) is None
+        if is_open and found.roles.get(name) == MATRIX and (word := _fused_word(name)):
+            raise ConfigError(
+                f"a fused matrix must be declared, so that its parts are updated by themselves: {name!r} of shape "
+                f"{tuple(param.shape)} is called {word!r}; split_for_muon(model, fused={{{_last(name)!r}: 3}}) says "
+                "that it is three matrices, one below the other, and 1 that it is one"
+            )
+    return found
+
+
+def _declare(model: nn.Module, fused: Mapping[str, int | Sequence[int]]) -> None:
+    named = dict(model.named_parameters(remove_duplicate=False))
+    for key, parts in fused.items():
+        own = [name for name in named if f".{name}".endswith(f".{key}")]
+        if not own:
+            raise ConfigError(f"fused must name parameters of the model: {key!r}{nearest_setting(key, named)} is none")
+        for name in own:
+            named[name].stacked_parts = parts  # type: ignore[attr-defined]
+            parts_of(named[name], name)
+
+
+def _fused_word(name: str) -> str:
+    return next((part for part in name.lower().split(".") if any(word in part for word in FUSED)), "")
+
+
+def _last(name: str) -> str:
+    return ".".join(name.split(".")[-2:])
+
+
+def split_by_role(model: nn.Module) -> MuonSplit:
+    """:func:`split_for_muon` of what is declared; matrices whose names say that they are fused are not refused."""
     found = divide_by_role(model)
     logger.info("%s", found)
     return found
 
 
 def divide_by_role(model: nn.Module) -> MuonSplit:
-    """:func:`split_for_muon` without a log."""
+    """The same without a log."""
     modules = dict(model.named_modules())
     embeddings = [m.weight for m in modules.values() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]
     num_rows = max((weight.shape[0] for weight in embeddings), default=0)
@@ -87,17 +254,20 @@ def divide_by_role(model: nn.Module) -> MuonSplit:
             module, is_listed = modules.get(name.rpartition(".")[0]), any(name.startswith(each) for each in lists)
             rows = 0 if is_listed else num_rows
             roles[name] = "embedding" if param in set(embeddings) else _role(name, module, param, rows)
-            (found.matrices if roles[name] == MATRIX else found.others).append(param)
+            (found.matrices if roles[name] in (MATRIX, STACK) else found.others).append(param)
     return found
 
 
 def _role(name: str, module: nn.Module | None, param: nn.Parameter, num_rows: int) -> str:
     """``num_rows``: of the largest embedding; 0 within a list of layers."""
     shape, path = param.shape, name.lower().split(".")
+    is_stack = hasattr(param, "stacked_parts") and parts_of(param, name) != (shape,)
     if (chosen := getattr(param, "use_muon", None)) is not None:
-        if chosen and len(shape) != 2:
+        if chosen and len(shape) != 2 and not is_stack:
             raise ConfigError(f"use_muon is true for {name!r} of shape {tuple(shape)}: Muon updates matrices")
-        return MATRIX if chosen else "use_muon is False"
+        return "use_muon is False" if not chosen else STACK if is_stack else MATRIX
+    if is_stack:
+        return STACK
     if len(shape) != 2:
         return "vector" if len(shape) < 2 else f"{len(shape)} dimensions"
     if any("embed" in part for part in path) or path[-1].startswith("pos"):
@@ -119,8 +289,6 @@ def build_muon(params: Mapping[str, Any], parameters: Any, matrices: Iterable[nn
         ConfigError: An unknown option or value.
         NotAvailableError: torch has no Muon.
     """
-    if (cls := getattr(torch.optim, "Muon", None)) is None:
-        raise NotAvailableError("not available in this version: optimizer.type='Muon' needs torch 2.9 or later")
     given, for_muon = read_options(OPTIMIZER_OPTIONS, dict(params)), set(matrices)
     if (method := given.pop("ns_method", "standard")) not in NS_METHODS:
         raise ConfigError(f"optimizer.params.ns_method must be one of {NS_METHODS}: got {method!r}")
@@ -137,12 +305,13 @@ def build_muon(params: Mapping[str, Any], parameters: Any, matrices: Iterable[nn
             options |= {key: value for key, value in group.items() if key in defaults or key not in OF_BOTH}
             if own:
                 halves[kind].append({**options, "params": own})
-    made = [make(halves[kind]) for kind, make in (("muon", cls), ("adam", AdamW)) if halves[kind]]
+    made = [make(halves[kind]) for kind, make in (("muon", Muon), ("adam", AdamW)) if halves[kind]]
     optimizer: Optimizer = as_one(made)
     return optimizer
 
 
 def _groups(parameters: Iterable[Any]) -> list[dict[str, Any]]:
+    """Parameters or groups as groups, without names."""
     items = list(parameters)
     loose = [item for item in items if not isinstance(item, dict)]
     groups = [{**item, "params": list(item["params"])} for item in items if isinstance(item, dict)]

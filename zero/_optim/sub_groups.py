@@ -42,7 +42,7 @@ def split(bucket: Bucket, largest: int) -> Iterator[SubGroup]:
     """
     numel = bucket.shard_numel
     if any(slot.is_whole for slot in bucket.layout.slots):
-        starts = [piece.start for piece in bucket.layout.pieces(bucket.row)]
+        starts = [piece.start for piece in bucket.layout.tensors(bucket.row) if piece.start % 256 == 0]
         numels = [stop - start for start, stop in pairwise([*starts, numel])]
         for run in group_consecutive(numels, largest):
             yield SubGroup(bucket, starts[run[0]], starts[run[0]] + sum(numels[index] for index in run))

@@ -6,12 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
 from zcomm.volume import Sent
 from zero._modes.mode import StepSchedule
-from zero._optim.masters import MasterPiece
+from zero._optim.masters import MasterPiece, tensors_in
 from zero._runtime.exchanges import KINDS, Exchanges, total
 from zero._runtime.runtime import Runtime
 from zero._sharding.bucket import Bucket
@@ -82,7 +81,7 @@ def bytes_by_parameter(runtime: Runtime, inner: Optimizer, pieces: list[MasterPi
 
 
 def _states_of(piece: MasterPiece, inner: Optimizer) -> int:
-    values = [value for value in inner.state.get(piece.master, {}).values() if isinstance(value, Tensor)]
+    values = [tensor for value in inner.state.get(piece.master, {}).values() for tensor in tensors_in(value)]
     in_files = piece.bucket.states.moments
     if in_files:
         values = [value for value in values if not value.ndim]

@@ -106,5 +106,5 @@ def _copy_init_values(bucket: Bucket, full: Tensor) -> None:
 def gather_partitioned(buckets: list[Bucket], gatherer: Gatherer) -> None:
     """Gather the buckets that are partitioned and released, and leave them full. Collective."""
     for bucket in buckets:
-        if bucket.state is BucketState.SHARDED and bucket.shard.numel():
+        if bucket.state is BucketState.SHARDED and bucket.has_shard and bucket.layout.numel:
             gatherer.acquire(bucket)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.optim import Optimizer
 
+from zero._optim.masters import tensors_in
 from zero._runtime.runtime import Runtime
 from zero._runtime.suspended_memory import new_storages
 from zero._sharding.stages import model_state_nbytes
@@ -71,7 +72,7 @@ def measure(runtime: Runtime, optimizer: Optimizer) -> MemoryReport:
     parameters += sum(b.storage.nbytes.get("device", 0) for b in buckets if not b.storage.is_in_memory)
     stored = [b.storage.nbytes for b in buckets]
     masters = _nbytes([b.master for b in buckets if b.master is not b.shard], seen)
-    states = [v for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
+    states = [v for state in optimizer.state.values() for value in state.values() for v in tensors_in(value)]
     grads = [g.full for g in runtime.reducer.all if g.full is not None and not stage.shards_gradients]
     grads += [tensor for g in runtime.reducer.all for tensor in g.store.tensors]
     moments = _nbytes(states, seen)

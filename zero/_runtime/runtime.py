@@ -9,7 +9,7 @@ Called by :class:`zero.ZeroOptimizer`, which adds the optimizer, and by :mod:`ze
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 
@@ -56,7 +56,7 @@ class Runtime:
         model: nn.Module,
         settings: ZeroSettings,
         topology: Topology,
-        whole: Collection[nn.Parameter] = (),
+        whole: Mapping[nn.Parameter, bool] | None = None,
         *,
         is_log_rank: bool,
     ) -> None:

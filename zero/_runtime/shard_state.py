@@ -69,8 +69,16 @@ def _layout(runtime: Runtime) -> dict[str, Any]:
         "sharded": runtime.stage.shards_states,
         "world_size": topology.world_size,
         "shard_index": topology.shard_index("local"),
-        "buckets": [(b.name, b.layout.numel, [s.name for s in b.layout.slots]) for b in buckets if b.is_trainable],
+        "buckets": [(b.name, b.layout.numel, _names_in(b)) for b in buckets if b.is_trainable],
     }
+
+
+def _names_in(bucket: Bucket) -> list[Any]:
+    """The names of its parameters; with whole tensors also where they are."""
+    layout = bucket.layout
+    names: list[Any] = [slot.name for slot in layout.slots]
+    parts = [slot.parts for slot in layout.slots]
+    return [*names, layout.sizes, parts] if any(parts) else names
 
 
 def check_fits(runtime: Runtime, saved: dict[str, Any]) -> None:

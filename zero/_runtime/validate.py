@@ -8,7 +8,7 @@ construction, from the first rank's table (:mod:`zcomm._collectives.auto_format`
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -30,11 +30,13 @@ from zero._model.model_layout import check_model, plan_model
 from zero._optim.cpu_optimizer_base import CPUOptimizer
 from zero._optim.elementwise_check import check_states, updates_tensors
 from zero._optim.masters import GivenOptimizer, Groups, as_groups, build_inner, check_options
+from zero._optim.muon import is_divisible
 from zero._optim.optimizer_clone import check_is_new
 from zero._optim.several import as_one, optimizers_of
 from zero._ranks.rank_errors import on_every_rank
 from zero._runtime.runtime import Runtime
 from zero._sharding.bucket import Bucket
+from zero._sharding.stacked import parts_of
 from zero._sharding.stages import get_stage
 from zero._storage.tier_settings import Tier
 
@@ -94,6 +96,8 @@ def _understand(
     check_is_plain(model)
     plan = resolve_config(config, options)
     as_groups(model, optimizer)
+    for name, param in model.named_parameters():
+        parts_of(param, name)
     for one in optimizers_of(optimizer) if isinstance(optimizer, Optimizer) else ():
         check_is_new(one)
     device = check_model(model)
@@ -136,7 +140,7 @@ def _check_takes(optimizer: type[Optimizer], options: dict[str, Any], model: nn.
     for name, param in model.named_parameters():
         if param.requires_grad:
             try:
-                optimizer([torch.empty(param.shape, device="meta")], **options)
+                optimizer([torch.empty(shape, device="meta") for shape in parts_of(param, name)], **options)
             except (ValueError, TypeError, RuntimeError) as error:
                 raise ConfigError(
                     f"{optimizer.__name__} refuses parameter {name!r} of shape {tuple(param.shape)}: {error}. Give a "
@@ -147,24 +151,33 @@ def _check_takes(optimizer: type[Optimizer], options: dict[str, Any], model: nn.
 
 def described_placement(buckets: Sequence[Bucket]) -> tuple[str, ...]:
     """What is done with whole tensors, for ``optimizer.effective``; empty without any."""
-    whole = [slot for bucket in buckets for slot in bucket.layout.slots if slot.is_whole]
-    if not whole:
+    num_tensors = sum(len(slot.parts) for bucket in buckets for slot in bucket.layout.slots)
+    if not num_tensors:
         return ()
     dealt = [bucket.layout.sizes for bucket in buckets if bucket.layout.sizes is not None]
     if not dealt:
-        return (f"{len(whole)} tensors are updated as a whole",)
+        return (f"{num_tensors} tensors are updated as a whole",)
     of_ranks = [sum(sizes) for sizes in zip(*dealt, strict=True)]
     share = max(of_ranks) * len(of_ranks) / sum(of_ranks)
     return (
-        f"{len(whole)} tensors are updated as a whole, each by one rank; the largest shard is {share:.2f} times "
+        f"{num_tensors} tensors are updated as a whole, dealt out to the ranks; the largest shard is {share:.2f} times "
         "the mean",
     )
 
 
-def whole_parameters(groups: Groups, plan: ResolvedConfig) -> set[nn.Parameter]:
-    """The parameters that their optimizer updates as whole tensors."""
-    of_groups = zip(groups, plan.whole_groups, strict=True)
-    return {param for group, is_whole in of_groups if is_whole for param in group["params"] if param.requires_grad}
+def whole_parameters(groups: Groups, plan: ResolvedConfig, optimizer: GivenOptimizer) -> dict[nn.Parameter, bool]:
+    """The parameters that their optimizer updates as whole tensors, and whether a node could do it together."""
+    owners: list[GivenOptimizer] = [optimizer]
+    if isinstance(optimizer, Optimizer):
+        owners = [one for one in optimizers_of(optimizer) for _ in one.param_groups]
+    on_device = plan.settings.tiers.states.tier is Tier.DEVICE
+    return {
+        param: on_device and is_divisible(owner, param)
+        for owner, group, is_whole in zip(owners, groups, plan.whole_groups, strict=True)
+        if is_whole
+        for param in group["params"]
+        if param.requires_grad
+    }
 
 
 def _check_fits_host(optimizer: CPUOptimizer, device: torch.device, dtypes: list[torch.dtype]) -> None:
@@ -192,7 +205,7 @@ def announce(plan: ResolvedConfig, runtime: Runtime) -> None:
 
 
 def choose_formats(
-    model: nn.Module, settings: ZeroSettings, topology: Topology, whole: Collection[nn.Parameter]
+    model: nn.Module, settings: ZeroSettings, topology: Topology, whole: Mapping[nn.Parameter, bool]
 ) -> tuple[ZeroSettings, list[str]]:
     """``settings`` with formats in place of ``"auto"``, and what was chosen, in words. Collective if any is.
 

@@ -149,6 +149,8 @@ class Bucket:
         self.state = BucketState.SHARDED
         self.full: Tensor | None = None
         self.shard = torch.empty(0)
+        self.has_shard = False
+        """Whether the shard is stored; it may be empty."""
         self.storage: ShardStorage = InMemoryShard(self.shard)
         self.master = torch.empty(0)
         self.gaps: list[tuple[int, int]] = []
@@ -248,6 +250,7 @@ class Bucket:
             if keeps_exact_shard and self.is_trainable:
                 self.shard = own.clone()
             self.storage = InMemoryShard(self.shard, updates_on_host=self.states.is_on_host)
+        self.has_shard = True
         self.start_gathering(full)
         self.expose()
         if stage.shards_parameters and not self.is_persistent:

@@ -12,6 +12,8 @@ For an optimizer that updates whole tensors, shards have sizes of their own, and
     | weight ............. pad | bias ..... pad | pad |
     | shard 0                  | shard 2        | pad |        shards 1 and 3 are empty
 
+A parameter may be several tensors, stacked (fused projections, experts); each of them may be in another shard.
+
 Invariants:
     L1  A parameter's offset within its block grid depends on the parameter alone: its codes are the same at every
         stage, world size and bucket size.
@@ -25,7 +27,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from math import prod
 
 ALIGN = 256
@@ -58,8 +60,13 @@ class Slot:
     shape: tuple[int, ...]
     offset: int
     end: int
-    is_whole: bool = False
-    """Whether its optimizer updates it as a tensor of its shape, not as flat pieces."""
+    parts: tuple[tuple[int, ...], ...] = ()
+    """The shapes of the tensors that its optimizer updates, which are stacked in it; empty: it updates flat pieces."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether its optimizer updates whole tensors."""
+        return bool(self.parts)
 
     @cached_property
     def numel(self) -> int:
@@ -83,6 +90,8 @@ class ShardPiece:
     first: int
     start: int
     stop: int
+    part: int | None = None
+    """Of a slot with several parts, the number of the one that this is; None: it is of all that are in the shard."""
 
 
 @dataclass(frozen=True)
@@ -103,8 +112,8 @@ class BucketLayout:
         world_size: int,
         align: int = ALIGN,
         *,
-        whole: Sequence[bool] | None = None,
-        owners: Sequence[int] | None = None,
+        parts: Sequence[tuple[tuple[int, ...], ...]] | None = None,
+        owners: Sequence[Sequence[int]] | None = None,
     ) -> BucketLayout:
         """Place parameters one after the other, each on a multiple of ``align`` elements.
 
@@ -113,22 +122,25 @@ class BucketLayout:
             shapes: Their shapes.
             world_size: The number of shards.
             align: In elements.
-            whole: Which of them are updated as whole tensors; None: none is.
-            owners: The shard that each is in, in ascending order; None: shards are equal, and cut anywhere.
+            parts: Of each, the shapes of the tensors in it that are updated as a whole; none: it is cut; None: all are.
+            owners: Of each, the shard that it is in, or the shards that have equal parts of it, then a multiple of
+                ``align`` long; together in ascending order. None: shards are equal, and cut anywhere.
         """
         slots, offset = [], 0
-        for name, shape, is_whole in zip(names, shapes, whole or [False] * len(names), strict=True):
+        for name, shape, of_one in zip(names, shapes, parts or [()] * len(names), strict=True):
             end = offset + round_up(prod(shape), align)
-            slots.append(Slot(name, tuple(shape), offset, end, is_whole))
+            slots.append(Slot(name, tuple(shape), offset, end, of_one))
             offset = end
         if owners is None:
             return cls(tuple(slots), world_size, align)
-        assert list(owners) == sorted(owners), "parameters of one shard must be adjacent"
+        rows = [row for of_slot in owners for row in of_slot]
+        assert rows == sorted(rows), "parameters of one shard must be adjacent"
         sizes = [0] * world_size
-        for slot, owner in zip(slots, owners, strict=True):
-            sizes[owner] += slot.end - slot.offset
+        for slot, of_slot in zip(slots, owners, strict=True):
+            for row in of_slot:
+                sizes[row] += (slot.end - slot.offset) // len(of_slot)
         # As many elements as equal shards would have together: the node's copies of a bucket are divided, too.
-        sizes[max(owners, default=0)] += round_up(offset, world_size * align) - offset
+        sizes[max(rows, default=0)] += round_up(offset, world_size * align) - offset
         return cls(tuple(slots), world_size, align, tuple(sizes))
 
     @cached_property
@@ -154,6 +166,17 @@ class BucketLayout:
     def _bounds(self) -> tuple[int, ...]:
         """Where shards start, and where the last one stops."""
         return (0, *accumulate(self.sizes or [self.shard_numel] * self.world_size))
+
+    @cached_property
+    def joint_slots(self) -> tuple[int, ...]:
+        """The slots of whole tensors of which several shards have rows."""
+        bounds = self._bounds if self.sizes is not None else ()
+        slots = enumerate(self.slots)
+        return tuple(
+            index
+            for index, slot in slots
+            if len(slot.parts) == 1 and any(slot.offset < bound < slot.offset + slot.numel for bound in bounds)
+        )
 
     def shard_range(self, shard: int) -> tuple[int, int]:
         """The elements of shard number ``shard`` in the bucket, ``(start, stop)``."""
@@ -183,6 +206,18 @@ class BucketLayout:
             start, stop = max(slot.offset, low), min(slot.offset + slot.numel, high)
             if start < stop:
                 yield ShardPiece(index, start - slot.offset, start - low, stop - low)
+
+    def tensors(self, shard: int | None) -> Iterator[ShardPiece]:
+        """The same, but one piece for each tensor where several are stacked in a slot."""
+        for piece in self.pieces(shard):
+            shapes = self.slots[piece.slot].parts
+            if len(shapes) < 2:
+                yield piece
+                continue
+            base = piece.start - piece.first
+            for part, (first, last) in enumerate(pairwise(accumulate(map(prod, shapes), initial=0))):
+                if base + first >= piece.start and base + last <= piece.stop:
+                    yield ShardPiece(piece.slot, first, base + first, base + last, part)
 
     def chunks(self, max_numel: int, *, first_numel: int | None = None) -> list[tuple[int, int]]:
         """Column ranges of the shards such that one exchange carries at most ``max_numel`` elements of the bucket.

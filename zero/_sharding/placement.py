@@ -7,12 +7,15 @@ send; but shards have sizes of their own.
 Balanced by the memory of states and by the work of updates, over the whole model: the largest tensor first, to the node
 that has least. Nodes that have about as little as that one count as equal: among them it goes to the one with the least
 of its bucket, so that exchanges of single buckets are balanced, too.
+
+Where a rank would have much more than the mean, and more than the largest tensor, a few tensors of each node are given
+to all of its ranks, which update them together (:mod:`zero._step.joint_update`): each has as many rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import prod
+from math import inf, prod
 from typing import NamedTuple
 
 __all__ = ["PlacedTensor", "place", "work_of"]
@@ -21,6 +24,10 @@ SLACK = 0.03
 """The part of a node's mean load by which loads may differ and count as equal."""
 
 
+LIMIT = 1.1
+"""How much of a rank's mean load a rank may have before tensors are updated by a node together."""
+MAX_SHARED = 4
+"""Tensors of a node, at most, that are updated together."""
 MAX_MOVES = 200
 """Enough for any node that was tried: each makes a fullest rank less full."""
 
@@ -33,6 +40,8 @@ class PlacedTensor(NamedTuple):
     numel: int
     work: float
     """Of an update: see :func:`work_of`."""
+    divisible: tuple[int, ...] = ()
+    """Its sides, sorted, if the ranks of a node can update it together."""
 
 
 def work_of(shape: Sequence[int], *, is_whole: bool) -> float:
@@ -43,24 +52,50 @@ def work_of(shape: Sequence[int], *, is_whole: bool) -> float:
     return float(prod(shape) * (min(shape[-2:]) if is_whole and len(shape) > 1 else 1))
 
 
-def place(tensors: Sequence[PlacedTensor], num_nodes: int, ranks_per_node: int) -> list[tuple[int, int]]:
-    """The node and the local rank of each tensor. Depends on the arguments alone."""
+def place(tensors: Sequence[PlacedTensor], num_nodes: int, ranks_per_node: int) -> list[tuple[int, int | None]]:
+    """The node and the local rank of each tensor; None: all of the node. Depends on the arguments alone."""
     total_numel = sum(one.numel for one in tensors) or 1
     total_work = sum(one.work for one in tensors) or 1.0
     costs = [one.numel / total_numel + one.work / total_work for one in tensors]
     order = sorted(range(len(tensors)), key=lambda i: (-costs[i], i))
-    places: dict[int, tuple[int, int]] = {}
     nodes = _Bins(num_nodes, SLACK * 2 / num_nodes)
     for index in order:
         nodes.add(index, tensors[index].bucket, costs[index])
-    for node, of_node in enumerate(nodes.contents):
-        ranks = _Bins(ranks_per_node, SLACK * 2 / (num_nodes * ranks_per_node))
-        for index in of_node:
-            ranks.add(index, tensors[index].bucket, costs[index])
-        ranks.even_out(costs)
-        for local_rank, of_rank in enumerate(ranks.contents):
-            places |= dict.fromkeys(of_rank, (node, local_rank))
-    return [places[index] for index in range(len(tensors))]
+    bound = max(LIMIT * sum(costs) / (num_nodes * ranks_per_node), max(costs, default=0.0))
+    best, least = dict[int, tuple[int, int | None]](), inf
+    divisible = _alike(tensors, nodes.contents) if ranks_per_node > 1 else [list[int]()] * num_nodes
+    for num_shared in range(min(MAX_SHARED, len(divisible[0])) + 1):
+        places, fullest = dict[int, tuple[int, int | None]](), 0.0
+        for node, of_node in enumerate(nodes.contents):
+            shared = set(divisible[node][:num_shared])
+            ranks = _Bins(ranks_per_node, SLACK * 2 / (num_nodes * ranks_per_node))
+            for index in of_node:
+                if index not in shared:
+                    ranks.add(index, tensors[index].bucket, costs[index])
+            ranks.even_out(costs)
+            for local_rank, of_rank in enumerate(ranks.contents):
+                places |= dict.fromkeys(of_rank, (node, local_rank))
+            places |= dict.fromkeys(shared, (node, None))
+            of_each = sum(costs[index] for index in shared) / ranks_per_node
+            fullest = max(fullest, of_each + ranks.largest_load)
+        if fullest < least:
+            best, least = places, fullest
+        if least <= bound:
+            break
+    return [best[index] for index in range(len(tensors))]
+
+
+def _alike(tensors: Sequence[PlacedTensor], of_nodes: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Tensors that nodes can update together, of each node as many, of the same sides, in the same order.
+
+    With ZCOMM_CHECK=1 an exchange inside a node waits for an equal one of the other nodes.
+    """
+    found: list[list[int]] = [[] for _ in of_nodes]
+    for sides in sorted({one.divisible for one in tensors if one.divisible}, reverse=True):
+        own = [[index for index in of_node if tensors[index].divisible == sides] for of_node in of_nodes]
+        for chosen, indices in zip(found, own, strict=True):
+            chosen.extend(indices[: min(map(len, own))])
+    return found
 
 
 class _Bins:
@@ -80,15 +115,22 @@ class _Bins:
         loads[chosen] += cost
         own[chosen] += cost
 
+    @property
+    def largest_load(self) -> float:
+        """That of the fullest bin."""
+        return max(self._loads)
+
     def even_out(self, costs: Sequence[float]) -> None:
         """Move or exchange tensors of the fullest bin as long as that makes the fuller of two bins less full."""
         for _ in range(MAX_MOVES):
             loads, contents = self._loads, self.contents
+            # Of those that cost the same, the first: a layer may have hundreds of experts.
+            distinct = [list({costs[index]: index for index in reversed(of_bin)}.values()) for of_bin in contents]
             full = max(range(len(loads)), key=lambda i: (loads[i], -i))
             found = None
             for other in range(len(loads)):
-                for mine in contents[full]:
-                    for theirs in (None, *contents[other]) if other != full else ():
+                for mine in distinct[full]:
+                    for theirs in (None, *distinct[other]) if other != full else ():
                         moved = costs[mine] - (0.0 if theirs is None else costs[theirs])
                         fuller = max(loads[full] - moved, loads[other] + moved)
                         if fuller < (1 - 1e-9) * (loads[full] if found is None else found[0]):

@@ -30,6 +30,7 @@ from zero._runtime.write_back import used_buckets, used_parameters
 from zero._sharding.bucket import Bucket
 from zero._step.delta_send import BucketwiseUpdate
 from zero._step.final_gradients import FinalGradients
+from zero._step.joint_update import JointUpdate
 
 
 class Update:
@@ -39,7 +40,8 @@ class Update:
         self, runtime: Runtime, inner: Optimizer, pieces: list[MasterPiece], gradients: FinalGradients
     ) -> None:
         self._runtime, self._inner, self._gradients = runtime, inner, gradients
-        self._pieces = [piece for piece in pieces if not piece.bucket.states.is_in_files]
+        self._pieces = [piece for piece in pieces if not (piece.bucket.states.is_in_files or piece.is_joint)]
+        self._joint = JointUpdate(runtime, inner, pieces)
         self._delayed_pieces = [piece for piece in pieces if piece.bucket.states.is_on_host]
         self._immediate_pieces = [piece for piece in pieces if not piece.bucket.states.is_on_host]
         # Whether a collective is called must depend on buckets, which are the same on every rank. A rank of a small
@@ -132,6 +134,8 @@ class Update:
         self._gradients.prepare_update(widens=not (self.folds or self._files.is_used))
         if self._files.is_used:
             self._update_files()
+        with self._final():
+            self._joint.run()
         buckets, sends_early = [b for b in self._runtime.buckets if b.is_trainable], self._bucketwise.are_sent_early
         update = self._update_and_send if sends_early else self._update
         if self._is_on_host:
@@ -183,7 +187,7 @@ class Update:
 
     def _update(self) -> None:
         """Update what is in memory."""
-        if not (self.folds or self._files.is_used):
+        if not (self.folds or self._files.is_used or self._joint.is_used):
             self._inner.step()
         else:
             step_pieces(self._inner, self._pieces, self._gradients.factor.item())

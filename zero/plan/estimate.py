@@ -14,7 +14,7 @@ from zero._config.parse import Configuration, Source, parse, read_source
 from zero._config.resolved import ResolvedConfig, resolve_config
 from zero._model.model_layout import layouts_of
 from zero._modes import MODES
-from zero._optim.muon import divide_by_role
+from zero._optim.muon import Muon, divide_by_role, is_divisible
 from zero._optim.sub_groups import LARGEST_NUMEL
 from zero._runtime.exchanges import TopologyShape
 from zero._sharding.layout import BucketLayout
@@ -188,7 +188,10 @@ def _counts_of(model: nn.Module | Counts, plan: ResolvedConfig, nodes: int, rank
     if kind not in NUM_WHOLE_MOMENTS:
         return counts
     trained = [param for param in model.parameters() if param.requires_grad]
-    whole = set(divide_by_role(model).matrices if kind == "muon" else trained)
+    on_device = plan.settings.tiers.states.tier is Tier.DEVICE
+    whole = {param: on_device and is_divisible(Muon, param) for param in divide_by_role(model).matrices}
+    if kind != "muon":
+        whole = dict.fromkeys(trained, False)
     shape = TopologyShape(nodes, ranks)
     buckets = layouts_of(model, plan.settings, cast(Topology, shape), whole)
     return with_shares(counts, buckets, nodes, ranks)

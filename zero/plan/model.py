@@ -16,7 +16,7 @@ from torch import nn
 
 from zcomm import ConfigError, Topology
 from zero._model.model_layout import layouts_of_units
-from zero._optim.muon import divide_by_role
+from zero._optim.muon import Muon, divide_by_role, is_divisible
 from zero._runtime.exchanges import TopologyShape
 from zero._sharding.layout import BucketLayout, group_consecutive
 from zero._sharding.units import Unit, by_kind, find_units
@@ -224,10 +224,11 @@ def _merged(units: list[PlannedUnit], world_size: int, max_numel: int) -> Iterat
 def _dealt(
     model: Model, num_nodes: int, ranks_per_node: int, merged_numel: int, *, deals: bool
 ) -> tuple[tuple[BucketLayout, bool], ...]:
-    units, whole, empty = [], set(), nn.Module()
+    units, whole, empty = [], dict[nn.Parameter, bool](), nn.Module()
     for unit in chain.from_iterable(repeat(one, one.repeats) for one in model.units):
         made = [nn.Parameter(torch.empty(s, device="meta"), requires_grad=unit.is_trainable) for s in unit.shapes]
-        whole |= {param for param, is_matrix in zip(made, unit.are_matrices, strict=False) if is_matrix}
+        matrices = [param for param, is_matrix in zip(made, unit.are_matrices, strict=False) if is_matrix]
+        whole |= {param: is_divisible(Muon, param) for param in matrices}
         units.append(Unit("", empty, tuple(("", param) for param in made)))
     topology = cast(Topology, TopologyShape(num_nodes, ranks_per_node))
     return tuple(layouts_of_units(units, whole, topology, merged_numel=merged_numel, deals=deals))
