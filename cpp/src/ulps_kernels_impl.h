@@ -68,12 +68,11 @@ inline void LookUp(const std::uint8_t* symbols, std::size_t numel, const EncodeT
 
 std::uint8_t* Encode(const std::uint8_t* symbols, std::size_t numel, const EncodeTable& table, std::uint8_t* begin,
                      std::uint8_t* end, std::uint32_t* states) {
-  if (end - begin < 2 * kRoundNbytes) return nullptr;
   // A tile's entries are looked up one by one, which takes less time than gathers.
   alignas(64) EncodeEntry entries[kTile];
   std::size_t at = numel / kDenseLanes * kDenseLanes;
   LookUp(symbols + at, numel - at, table, entries);
-  std::uint8_t* words = EncodeLanes(entries, numel - at, end, states);
+  std::uint8_t* words = EncodeLanes(entries, numel - at, end, states);  // no word: the states are the lowest
   Round round(states);
   while (at > 0) {
     const std::size_t tile = (at - 1) / kTile * kTile;
