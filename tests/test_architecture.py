@@ -30,7 +30,7 @@ ORDER = {
     ),
     "zero": (
         "errors", "_ranks", "_storage", "_sharding", "_activations", "_config", "_optim", "_gradients", "_gather",
-        "_modes", "_model", "_runtime", "_access", "_step", "optimizer", "_checkpoint", "plan", "checkpointing",
+        "_modes", "_model", "_runtime", "_access", "_step", "optimizer", "_checkpoint", "_publish", "plan", "checkpointing",
         "offload", "reports", "engine", "initialize", "utils", "zero", "integrations", "", "compat", "cli",
     ),
 }  # fmt: skip
