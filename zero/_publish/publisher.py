@@ -34,7 +34,7 @@ from zcomm import StateError, Topology
 from zcomm._base.rank_context import clock
 from zcomm._kernels import ulps
 from zcomm._transport.groups import Background
-from zero._checkpoint.durability import create_file, make_folder, replace_file, sync_folder
+from zero._checkpoint.durability import create_file, make_folder, remove_file, replace_file, sync_folder
 from zero._publish.manifest import (
     CODED,
     MANIFEST,
@@ -395,6 +395,8 @@ class _FirstRank:
         for path in self._folder.iterdir():
             if path.name.startswith((TEMPORARY, PRUNED)):
                 shutil.rmtree(path, ignore_errors=True)
+            elif path.name.startswith(".layout-"):
+                remove_file(path)
 
     def _base(self, numbers: list[int]) -> int | None:
         """The publication that the next patch changes; None: there can be none, so that a snapshot is due.
