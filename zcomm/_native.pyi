@@ -46,6 +46,15 @@ class FileQueue:
     def wait(self, ticket: int) -> None:
         """Return when the transfer has ended."""
 
+def ulps_encode(new_ptr: int, old_ptr: int, numel: int, message_ptr: int, message_nbytes: int) -> int:
+    """Write the change from old to new 16-bit values as a message; the bytes used: ``cpp/include/zcomm/ulps.h``."""
+
+def ulps_decode(message_ptr: int, message_nbytes: int, values_ptr: int, numel: int) -> None:
+    """Replace old values by new ones."""
+
+def ulps_message_nbytes(head_ptr: int, head_nbytes: int) -> int:
+    """The length of the message with this head."""
+
 class NcclLibrary:
     """An NCCL that was found and checked; ``cpp/nccl/nccl_library.h``."""
 

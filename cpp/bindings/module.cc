@@ -28,6 +28,7 @@
 #include "zcomm/quantize.h"
 #include "zcomm/random.h"
 #include "zcomm/reduce.h"
+#include "zcomm/ulps.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -232,6 +233,34 @@ void DefineCompoundOperations(nb::module_& m) {
         "message_stride"_a, "segment_stride"_a, "num_threads"_a);
 }
 
+const std::uint8_t* Bytes(std::uintptr_t ptr) { return reinterpret_cast<const std::uint8_t*>(ptr); }
+std::uint16_t* Bits(std::uintptr_t ptr) { return reinterpret_cast<std::uint16_t*>(ptr); }
+
+void DefineUlps(nb::module_& m) {
+  const auto release = nb::call_guard<nb::gil_scoped_release>();
+  m.def(
+      "ulps_encode",
+      [](std::uintptr_t new_ptr, std::uintptr_t old_ptr, std::int64_t numel, std::uintptr_t message_ptr,
+         std::int64_t message_nbytes) {
+        return zcomm::EncodeUlps(Bits(new_ptr), Bits(old_ptr), Size("numel", numel),
+                                 reinterpret_cast<std::uint8_t*>(message_ptr), Size("message_nbytes", message_nbytes));
+      },
+      release, "new_ptr"_a, "old_ptr"_a, "numel"_a, "message_ptr"_a, "message_nbytes"_a);
+  m.def(
+      "ulps_decode",
+      [](std::uintptr_t message_ptr, std::int64_t message_nbytes, std::uintptr_t values_ptr, std::int64_t numel) {
+        zcomm::DecodeUlps(Bytes(message_ptr), Size("message_nbytes", message_nbytes), Bits(values_ptr),
+                          Size("numel", numel));
+      },
+      release, "message_ptr"_a, "message_nbytes"_a, "values_ptr"_a, "numel"_a);
+  m.def(
+      "ulps_message_nbytes",
+      [](std::uintptr_t head_ptr, std::int64_t head_nbytes) {
+        return zcomm::UlpsMessageNbytes(Bytes(head_ptr), Size("head_nbytes", head_nbytes));
+      },
+      "head_ptr"_a, "head_nbytes"_a);
+}
+
 // OSError(errno, text, path, if it is about a file), which Python makes a FileNotFoundError and so on.
 void ThrowOsError(const std::exception_ptr& error, void*) {
   try {
@@ -348,6 +377,7 @@ NB_MODULE(_native, m) {
       },
       "codec"_a, "block"_a, "is_rotated"_a, "num_segments"_a, "segment_numel"_a);
   m.attr("CODECS") = Codecs();
+  DefineUlps(m);
   DefineFileQueue(m);
 #ifdef ZCOMM_HAS_CUDA
   DefineCudaOperations(m);

@@ -2,29 +2,28 @@
 
 A value's bits, as a sign and a magnitude, map to a 16-bit integer in the order of the values. The change is the
 difference of two such integers modulo 2^16, so every bit pattern has one, NaNs and both zeros included. Its zigzag form
-z (0, -1, 1, -2, ... become 0, 1, 2, 3, ...) is what is coded, in chunks of CHUNK_NUMEL elements:
+z (0, -1, 1, -2, ... become 0, 1, 2, 3, ...) is what is coded, in chunks of 2^k elements:
 
-    | magic u32 | numel u64 | nbytes u64 | checksum of all after the head | checksum of the head so far |   the head
+    | "UL" | version u8 | k u8 | numel u64 | nbytes u64 | checksum of all after the head | checksum of the head so far |
     | for each chunk: nbytes of its payload + kind, u32 |
     | payloads |
 
     ZERO    nothing: no element changed
-    SPARSE  | nonzeros u16 | words u16 | table of gaps | table of changes | 0 | 4 states | words | 0 | extra bits |
+    SPARSE  | nonzeros u32 | words u32 | table of gaps | table of changes | 0 | 4 states | words | 0 | extra bits |
     DENSE   | words u32 | table of changes | 0 | 32 states | words | 0 | extra bits |
     RAW     the new bits
 
 U1  Everything is little endian. Every part starts on a multiple of 4 bytes, but for the second table.
-U2  A change z is symbol z if z < 2^d, for a d in the table, and otherwise symbol 2^d + e - d with e extra bits z - 2^e,
-    where 2^e is the highest power of two in z. A gap g, the number of zeros before a change, is symbol 0 if g = 0, and
-    otherwise symbol e + 1 with e extra bits. Extra bits are in the order of elements (gap before change), in u32 from
-    the lowest bit.
+U2  A change z is symbol z if z < 2^d, for a d in the table. Otherwise its two highest bits, of which the first is 2^e,
+    are symbol 2^d + 2 * (e - d) + the second, and the others e - 1 extra bits. So is a gap, the number of zeros before
+    a change, with d = 1. Extra bits are in the order of elements (gap before change), from the lowest bit of u32.
 U3  Symbols are coded by interleaved range asymmetric numeral systems (rANS, arXiv:1311.2540) with frequencies of sum
     2^12, states in [2^15, 2^31) and words of 16 bits. Dense: lane i holds elements i, i + 32, ... Sparse: lane i holds
     changes i, i + 4, ... and of four changes first the gaps, then the values. Lanes take their words in order.
 U4  A table is a byte d (not for gaps), then for each symbol its frequency f: a byte if f < 128; for larger ones a byte
     128 + f % 128 and a byte f / 128; and for a run of absent symbols a byte 0 and a byte with its length.
-U5  The bytes are a function of the changes alone (RAW: of the new bits): `frequencies`, `direct_bits` and the choice
-    of kinds are part of the format.
+U5  The bytes are a function of the changes alone (RAW: of the new bits): `frequencies`, `direct_bits`, `chunk_bits` and
+    the choice of kinds are part of the format. Sparse messages have longer chunks, so that tables cost little.
 """
 
 from __future__ import annotations
@@ -42,18 +41,18 @@ from zcomm.errors import MessageError
 Bits = NDArray[np.uint16]
 Integers = NDArray[np.int64]
 
-MAGIC = int.from_bytes(b"ULP\x01", "little")
-HEAD = struct.Struct("<IQQII")
+MAGIC, VERSION = b"UL", 1
+HEAD = struct.Struct("<2sBBQQII")
 HEAD_NBYTES = HEAD.size
-CHUNK_NUMEL = 1 << 18
+DENSE_CHUNK_BITS, SPARSE_CHUNK_BITS = 18, 20
+SAMPLES, SAMPLE_NUMEL = 64, 1024
 ZERO, SPARSE, DENSE, RAW = range(4)
 SCALE_BITS, LOWEST_STATE = 12, 1 << 15
 SCALE = 1 << SCALE_BITS
 DENSE_LANES, SPARSE_LANES = 32, 4
-GAP_SYMBOLS = 19
-"""A gap has at most 18 bits."""
+GAP_DIRECT_BITS, GAP_SYMBOLS = 1, 2 + 2 * (SPARSE_CHUNK_BITS - 1)
 MAX_DIRECT_BITS = 7
-RARE = 128
+RARE = 64
 """At most one change in so many is not a direct symbol, where MAX_DIRECT_BITS allow."""
 
 
@@ -66,7 +65,7 @@ class Table(NamedTuple):
 
 def max_message_nbytes(numel: int) -> int:
     """The longest message of ``numel`` elements: all chunks raw."""
-    chunks = -(-numel // CHUNK_NUMEL)
+    chunks = _ceil(numel, 1 << DENSE_CHUNK_BITS)
     return HEAD_NBYTES + 4 * chunks + _up_to_4(2 * numel)
 
 
@@ -74,12 +73,13 @@ def encode(new: Tensor, old: Tensor, message: Tensor) -> int:
     """Write the change from ``old`` to ``new`` to the start of ``message``; how many bytes."""
     bits = _bits(new)
     changes = _zigzag(_ordered(bits) - _ordered(_bits(old)))
-    starts = range(0, bits.size, CHUNK_NUMEL)
-    chunks = [_encode_chunk(changes[i : i + CHUNK_NUMEL], bits[i : i + CHUNK_NUMEL]) for i in starts]
+    chunk_log2 = chunk_bits(changes)
+    size = 1 << chunk_log2
+    chunks = [_encode_chunk(changes[i : i + size], bits[i : i + size]) for i in range(0, bits.size, size)]
     body = b"".join(struct.pack("<I", len(payload) + kind) for kind, payload in chunks)
     body += b"".join(payload for _, payload in chunks)
     nbytes = HEAD_NBYTES + len(body)
-    head = HEAD.pack(MAGIC, bits.size, nbytes, checksum(body, HEAD_NBYTES // 4), 0)[:-4]
+    head = HEAD.pack(MAGIC, VERSION, chunk_log2, bits.size, nbytes, checksum(body, HEAD_NBYTES // 4), 0)[:-4]
     whole = head + struct.pack("<I", checksum(head, 0)) + body
     message.numpy()[:nbytes] = np.frombuffer(whole, np.uint8)
     return nbytes
@@ -88,25 +88,35 @@ def encode(new: Tensor, old: Tensor, message: Tensor) -> int:
 def decode(message: Tensor, values: Tensor) -> None:
     """Replace the old ``values`` by the new ones. Raises MessageError."""
     data = message.numpy().tobytes()
-    numel, nbytes = _read_head(data)
+    chunk_log2, numel, nbytes = _read_head(data)
     bits = _bits(values)
     _check(numel == bits.size, f"a message must be of as many elements as the tensor: {numel}, {bits.size}")
     _check(nbytes <= len(data), f"a message must be whole: nbytes={len(data)}, of {nbytes}")
     body = data[HEAD_NBYTES:nbytes]
-    _check(checksum(body, HEAD_NBYTES // 4) == HEAD.unpack_from(data)[3], "checksum of a message must match")
-    starts = range(0, numel, CHUNK_NUMEL)
+    _check(checksum(body, HEAD_NBYTES // 4) == HEAD.unpack_from(data)[5], "checksum of a message must match")
+    size = 1 << chunk_log2
+    starts = range(0, numel, size)
     entries = struct.unpack_from(f"<{len(starts)}I", body)
     _check(sum(entry & ~3 for entry in entries) == len(body) - 4 * len(starts), "sizes of chunks must add up")
     at = 4 * len(starts)
     for start, entry in zip(starts, entries, strict=True):
         payload = body[at : at + (entry & ~3)]
         at += entry & ~3
-        _decode_chunk(entry & 3, payload, bits[start : start + CHUNK_NUMEL])
+        _decode_chunk(entry & 3, payload, bits[start : start + size])
 
 
 def message_nbytes(head: Tensor) -> int:
     """The length of the message that starts with ``head``. Raises MessageError."""
-    return _read_head(head.numpy()[:HEAD_NBYTES].tobytes())[1]
+    return _read_head(head.numpy()[:HEAD_NBYTES].tobytes()).nbytes
+
+
+def chunk_bits(changes: Integers) -> int:
+    """The binary logarithm of the elements in a chunk, by the density of samples."""
+    starts = np.arange(SAMPLES) * (changes.size // SAMPLES)
+    if changes.size <= 1 << DENSE_CHUNK_BITS:
+        return DENSE_CHUNK_BITS
+    sample = changes[starts[:, None] + np.arange(SAMPLE_NUMEL)]
+    return SPARSE_CHUNK_BITS if _is_sparse(sample) else DENSE_CHUNK_BITS
 
 
 def checksum(data: bytes, first: int) -> int:
@@ -140,10 +150,9 @@ def direct_bits(changes: Integers) -> int:
 
 
 def _encode_chunk(changes: Integers, bits: Bits) -> tuple[int, bytes]:
-    nonzero = np.count_nonzero(changes)
-    if nonzero == 0:
+    if not changes.any():
         return ZERO, b""
-    is_sparse = nonzero * 16 < changes.size
+    is_sparse = _is_sparse(changes)
     coded = _encode_sparse(changes) if is_sparse else _encode_dense(changes)
     raw = _padded(bits.astype("<u2").tobytes())
     if len(coded) >= len(raw):
@@ -151,10 +160,14 @@ def _encode_chunk(changes: Integers, bits: Bits) -> tuple[int, bytes]:
     return (SPARSE if is_sparse else DENSE), coded
 
 
+def _is_sparse(changes: Integers) -> bool:
+    return bool(np.count_nonzero(changes) * 16 < changes.size)
+
+
 def _encode_dense(changes: Integers) -> bytes:
     direct = direct_bits(changes)
     symbols, widths, extra = _symbols(changes, direct)
-    table = _table(frequencies(np.bincount(symbols, minlength=(1 << direct) + 16 - direct)))
+    table = _counted(symbols, _num_symbols(direct))
     rounds = [(table, symbols[i : i + DENSE_LANES]) for i in range(0, symbols.size, DENSE_LANES)]
     states, words = _encode_rounds(rounds, DENSE_LANES)
     head = struct.pack("<I", len(words) // 2) + bytes([direct]) + _pack_table(table)
@@ -166,14 +179,13 @@ def _encode_sparse(changes: Integers) -> bytes:
     gaps, values = np.diff(places, prepend=-1) - 1, changes[places]
     direct = direct_bits(values)
     symbols, widths, extra = _symbols(values, direct)
-    gap_symbols, gap_widths, gap_extra = _gap_symbols(gaps)
-    value_table = _table(frequencies(np.bincount(symbols, minlength=(1 << direct) + 16 - direct)))
-    gap_table = _table(frequencies(np.bincount(gap_symbols, minlength=GAP_SYMBOLS)))
+    gap_symbols, gap_widths, gap_extra = _symbols(gaps, GAP_DIRECT_BITS)
+    value_table, gap_table = _counted(symbols, _num_symbols(direct)), _counted(gap_symbols, GAP_SYMBOLS)
     rounds = []
     for i in range(0, places.size, SPARSE_LANES):
         rounds += [(gap_table, gap_symbols[i : i + SPARSE_LANES]), (value_table, symbols[i : i + SPARSE_LANES])]
     states, words = _encode_rounds(rounds, SPARSE_LANES)
-    head = struct.pack("<HH", places.size, len(words) // 2)
+    head = struct.pack("<II", places.size, len(words) // 2)
     head += _pack_table(gap_table) + bytes([direct]) + _pack_table(value_table)
     bits = _pack_bits(np.stack([gap_extra, extra], 1).reshape(-1), np.stack([gap_widths, widths], 1).reshape(-1))
     return _padded(head) + states + _padded(words) + bits
@@ -200,12 +212,12 @@ def _decode_dense(reader: _Reader, numel: int) -> Integers:
     symbols = [decoder.round(table, min(DENSE_LANES, numel - i)) for i in range(0, numel, DENSE_LANES)]
     decoder.check_end()
     flat = np.concatenate(symbols)
-    widths = np.where(flat < 1 << direct, 0, flat - (1 << direct) + direct)
-    return _joined(flat, widths, _unpack_bits(reader.rest(), widths))
+    return _joined(flat, direct, _unpack_bits(reader.rest(), _widths(flat, direct)))
 
 
 def _decode_sparse(reader: _Reader, numel: int) -> Integers:
-    num_changes, num_words = struct.unpack("<HH", reader.take(4))
+    num_changes, num_words = struct.unpack("<II", reader.take(8))
+    _check(num_changes <= numel, f"changes must be at most as many as elements: {num_changes}, {numel}")
     gap_table = _unpack_table(reader, GAP_SYMBOLS)
     direct, value_table = _unpack_changes_table(reader)
     reader.align()
@@ -216,18 +228,13 @@ def _decode_sparse(reader: _Reader, numel: int) -> Integers:
         value_parts.append(decoder.round(value_table, min(SPARSE_LANES, num_changes - i)))
     decoder.check_end()
     gaps, values = np.concatenate(gap_parts), np.concatenate(value_parts)
-    gap_widths = np.maximum(gaps - 1, 0)
-    widths = np.where(values < 1 << direct, 0, values - (1 << direct) + direct)
-    extra = _unpack_bits(reader.rest(), np.stack([gap_widths, widths], 1).reshape(-1)).reshape(-1, 2)
-    places = np.cumsum(np.where(gaps > 0, (1 << gap_widths) + extra[:, 0], 0) + 1) - 1
+    widths = np.stack([_widths(gaps, GAP_DIRECT_BITS), _widths(values, direct)], 1)
+    extra = _unpack_bits(reader.rest(), widths.reshape(-1)).reshape(-1, 2)
+    places = np.cumsum(_joined(gaps, GAP_DIRECT_BITS, extra[:, 0]) + 1) - 1
     _check(places.size == 0 or places[-1] < numel, f"a change must be within its chunk of {numel} elements")
     changes = np.zeros(numel, np.int64)
-    changes[places] = _joined(values, widths, extra[:, 1])
+    changes[places] = _joined(values, direct, extra[:, 1])
     return changes
-
-
-def _joined(symbols: Integers, widths: Integers, extra: Integers) -> Integers:
-    return np.where(widths == 0, symbols, (1 << widths) + extra)
 
 
 def _bits(values: Tensor) -> Bits:
@@ -253,13 +260,28 @@ def _symbols(changes: Integers, direct: int) -> tuple[Integers, Integers, Intege
     """Symbols, and widths and values of their extra bits."""
     octave = _floor_log2(changes)
     is_direct = changes < 1 << direct
-    symbols = np.where(is_direct, changes, (1 << direct) + octave - direct)
-    return symbols, np.where(is_direct, 0, octave), np.where(is_direct, 0, changes - (1 << octave))
+    width = np.maximum(octave - 1, 0)
+    symbols = np.where(is_direct, changes, (1 << direct) + 2 * (octave - direct - 1) + (changes >> width))
+    return symbols, np.where(is_direct, 0, width), np.where(is_direct, 0, changes & ((1 << width) - 1))
 
 
-def _gap_symbols(gaps: Integers) -> tuple[Integers, Integers, Integers]:
-    octave = _floor_log2(gaps)
-    return np.where(gaps == 0, 0, octave + 1), octave, np.where(gaps == 0, 0, gaps - (1 << octave))
+def _widths(symbols: Integers, direct: int) -> Integers:
+    return np.where(symbols < 1 << direct, 0, (symbols - (1 << direct) >> 1) + direct - 1)
+
+
+def _joined(symbols: Integers, direct: int, extra: Integers) -> Integers:
+    """The values of symbols and extra bits."""
+    highest = 2 + (symbols - (1 << direct) & 1)
+    return np.where(symbols < 1 << direct, symbols, (highest << _widths(symbols, direct)) + extra)
+
+
+def _num_symbols(direct: int) -> int:
+    """Of changes."""
+    return (1 << direct) + 2 * (16 - direct)
+
+
+def _counted(symbols: Integers, num_symbols: int) -> Table:
+    return _table(frequencies(np.bincount(symbols, minlength=num_symbols)))
 
 
 def _table(frequency: Integers) -> Table:
@@ -355,7 +377,7 @@ def _unpack_table(reader: _Reader, num_symbols: int) -> Table:
 def _unpack_changes_table(reader: _Reader) -> tuple[int, Table]:
     (direct,) = reader.take(1)
     _check(1 <= direct <= MAX_DIRECT_BITS, f"a table must have 1 to {MAX_DIRECT_BITS} direct bits: {direct}")
-    return direct, _unpack_table(reader, (1 << direct) + 16 - direct)
+    return direct, _unpack_table(reader, _num_symbols(direct))
 
 
 def _pack_bits(values: Integers, widths: Integers) -> bytes:
@@ -377,26 +399,37 @@ def _unpack_bits(data: bytes, widths: Integers) -> Integers:
     return values
 
 
-def _read_head(data: bytes) -> tuple[int, int]:
-    """Elements and bytes of a message."""
+class _Head(NamedTuple):
+    chunk_bits: int
+    numel: int
+    nbytes: int
+
+
+def _read_head(data: bytes) -> _Head:
     _check(len(data) >= HEAD_NBYTES, f"a message must have a head of {HEAD_NBYTES} bytes: nbytes={len(data)}")
-    magic, numel, nbytes, _, own_checksum = HEAD.unpack_from(data)
-    _check(magic == MAGIC, f"a message must start with {MAGIC:#x}, coded changes of this version: {magic:#x}")
+    magic, version, chunk_log2, numel, nbytes, _, own_checksum = HEAD.unpack_from(data)
+    _check(magic == MAGIC, f"a message must start with {MAGIC!r}: {magic!r}")
+    _check(version == VERSION, f"a message must have version {VERSION}: {version}")
     _check(own_checksum == checksum(data[: HEAD_NBYTES - 4], 0), "checksum of a head must match")
-    least = HEAD_NBYTES + 4 * -(-numel // CHUNK_NUMEL)
+    _check(chunk_log2 in (DENSE_CHUNK_BITS, SPARSE_CHUNK_BITS), f"a message must have possible chunks: {chunk_log2}")
+    least = HEAD_NBYTES + 4 * _ceil(numel, 1 << chunk_log2)
     is_possible = nbytes % 4 == 0 and least <= nbytes <= max_message_nbytes(numel)
     _check(is_possible, f"a message of {numel} elements must have a possible length: nbytes={nbytes}")
-    return numel, nbytes
+    return _Head(chunk_log2, numel, nbytes)
+
+
+def _ceil(numel: int, size: int) -> int:
+    return -(-numel // size)
 
 
 def _up_to_4(nbytes: int) -> int:
-    return -(-nbytes // 4) * 4
+    return 4 * _ceil(nbytes, 4)
 
 
 def _padded(data: bytes) -> bytes:
     return data + bytes(-len(data) % 4)
 
 
-def _check(holds: bool, what: str) -> None:
+def _check(holds: bool, what: str) -> None:  # noqa: FBT001
     if not holds:
         raise MessageError(what)

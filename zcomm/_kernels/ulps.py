@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from zcomm._formats import ulps_reference
-from zcomm.errors import LayoutError
+from zcomm._kernels import native_calls as calls
+from zcomm.errors import LayoutError, MessageError
 
 HEAD_NBYTES: int = ulps_reference.HEAD_NBYTES
 """Bytes at the start of a message from which :func:`message_nbytes` tells its length."""
@@ -42,7 +43,12 @@ def encode(new: Tensor, old: Tensor, message: Tensor) -> int:
         facts = f"old {old.dtype} [{old.numel()}], new {new.dtype} [{new.numel()}]"
         raise LayoutError(f"old and new must have one dtype and size: {facts}")
     _check_message("message", message, max_message_nbytes(new.numel()))
-    return ulps_reference.encode(new, old, message)
+    if not _uses_native():
+        return ulps_reference.encode(new, old, message)
+    used: int = calls.module.ulps_encode(
+        new.data_ptr(), old.data_ptr(), new.numel(), message.data_ptr(), message.numel()
+    )
+    return used
 
 
 def decode(message: Tensor, values: Tensor) -> None:
@@ -59,7 +65,13 @@ def decode(message: Tensor, values: Tensor) -> None:
     """
     _check_values("values", values)
     _check_message("message", message, 0)
-    ulps_reference.decode(message, values)
+    if not _uses_native():
+        ulps_reference.decode(message, values)
+        return
+    try:
+        calls.module.ulps_decode(message.data_ptr(), message.numel(), values.data_ptr(), values.numel())
+    except ValueError as error:
+        raise MessageError(f"changes in ulps, {values.numel()} elements: {error}") from error
 
 
 def message_nbytes(head: Tensor) -> int:
@@ -71,6 +83,10 @@ def message_nbytes(head: Tensor) -> int:
     """
     _check_message("head", head, 0)
     return ulps_reference.message_nbytes(head)
+
+
+def _uses_native() -> bool:
+    return not calls.unavailable_reason() and hasattr(calls.module, "ulps_encode")
 
 
 def _check_values(name: str, tensor: Tensor) -> None:

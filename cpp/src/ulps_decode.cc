@@ -1,0 +1,166 @@
+#include <algorithm>
+
+#include "ulps_chunks.h"
+#include "zcomm/check.h"
+
+namespace zcomm::ulps {
+namespace {
+
+constexpr std::size_t kTile = 4096;  // symbols that stay in the first-level cache
+
+// The parts of a payload, one after another.
+class Reader {
+ public:
+  Reader(const std::uint8_t* data, std::size_t nbytes) : begin_(data), at_(data), end_(data + nbytes) {}
+
+  const std::uint8_t* Take(std::size_t nbytes) {
+    ZCOMM_CHECK(nbytes <= static_cast<std::size_t>(end_ - at_), "parts of a chunk must be within it");
+    at_ += nbytes;
+    return at_ - nbytes;
+  }
+  std::uint32_t TakeU32() { return LoadU32(Take(4)); }
+  void Align() { Take(static_cast<std::size_t>(begin_ - at_) & 3U); }
+  BitReader Rest() const { return {at_, end_}; }
+
+ private:
+  const std::uint8_t* begin_;
+  const std::uint8_t* at_;
+  const std::uint8_t* end_;
+};
+
+struct Slots {
+  std::uint32_t slots[kScale];
+
+  Slots(Reader* reader, std::uint32_t num_symbols) {
+    std::uint32_t symbol = 0;
+    std::uint32_t sum = 0;
+    while (symbol < num_symbols) {
+      const std::uint32_t low = *reader->Take(1);
+      if (low == 0) {
+        symbol += *reader->Take(1);
+        continue;
+      }
+      const std::uint32_t frequency = low < 128 ? low : low - 128 + 128U * *reader->Take(1);
+      ZCOMM_CHECK(frequency <= kScale - sum, "a table must have frequencies of sum ", kScale);
+      for (std::uint32_t i = 0; i < frequency; ++i) slots[sum + i] = MakeSlot(symbol, frequency, i);
+      sum += frequency;
+      ++symbol;
+    }
+    ZCOMM_CHECK(symbol == num_symbols && sum == kScale, "a table must have ", num_symbols, " frequencies of sum ",
+                kScale);
+  }
+};
+
+std::uint32_t TakeDirect(Reader* reader) {
+  const std::uint32_t direct = *reader->Take(1);
+  ZCOMM_CHECK(direct >= 1 && direct <= kMaxDirectBits, "a table must have 1 to ", kMaxDirectBits,
+              " direct bits: ", direct);
+  return direct;
+}
+
+void TakeLanes(Reader* reader, std::uint32_t num_lanes, std::uint32_t num_words, Lanes* lanes) {
+  std::memcpy(lanes->states, reader->Take(4 * num_lanes), 4 * num_lanes);
+  ZCOMM_CHECK(std::all_of(lanes->states, lanes->states + num_lanes,
+                          [](std::uint32_t state) { return state >= kLowestState && state < kStateLimit; }),
+              "states must be in range");
+  lanes->words = reader->Take(std::size_t{2} * num_words);
+  lanes->words_end = lanes->words + std::size_t{2} * num_words;
+  reader->Align();
+}
+
+void CheckEnd(const Lanes& lanes, std::uint32_t num_lanes, const BitReader& extra) {
+  ZCOMM_CHECK(lanes.words == lanes.words_end &&
+                  std::all_of(lanes.states, lanes.states + num_lanes,
+                              [](std::uint32_t state) { return state == kLowestState; }),
+              "words and states of a chunk must be used up");
+  ZCOMM_CHECK(extra.at == extra.end, "extra bits of a chunk must be as many as its symbols need");
+}
+
+constexpr char kTooShort[] = "words and extra bits of a chunk must suffice";
+
+void DecodeDense(Reader reader, std::uint16_t* values, std::size_t numel) {
+  const std::uint32_t num_words = reader.TakeU32();
+  const std::uint32_t direct = TakeDirect(&reader);
+  const Slots table(&reader, NumSymbols(direct));
+  reader.Align();
+  Lanes lanes;
+  TakeLanes(&reader, kDenseLanes, num_words, &lanes);
+  BitReader extra = reader.Rest();
+  const UlpsKernels& kernels = ActiveUlpsKernels();
+  std::uint8_t symbols[kTile];
+  for (std::size_t at = 0; at < numel; at += kTile) {
+    const std::size_t count = std::min(kTile, numel - at);
+    const bool is_enough = kernels.decode(&lanes, table.slots, count, symbols) &&
+                           kernels.apply(symbols, direct, count, &extra, values + at);
+    ZCOMM_CHECK(is_enough, kTooShort);
+  }
+  CheckEnd(lanes, kDenseLanes, extra);
+}
+
+std::uint32_t TakeBits(BitReader* bits, std::uint32_t width) {
+  if (bits->num_bits < width) {
+    ZCOMM_CHECK(bits->at != bits->end, kTooShort);
+    bits->buffer |= static_cast<std::uint64_t>(LoadU32(bits->at)) << bits->num_bits;
+    bits->at += 4;
+    bits->num_bits += 32;
+  }
+  const std::uint32_t taken = Extra(static_cast<std::uint32_t>(bits->buffer), width);
+  bits->buffer >>= width;
+  bits->num_bits -= width;
+  return taken;
+}
+
+std::uint32_t TakeSymbol(Lanes* lanes, std::uint32_t lane, const Slots& table) {
+  const std::uint32_t slot = table.slots[lanes->states[lane] & (kScale - 1)];
+  std::uint32_t state = DecodeSymbol(lanes->states[lane], slot);
+  if (state < kLowestState) {
+    ZCOMM_CHECK(lanes->words != lanes->words_end, kTooShort);
+    std::uint16_t word = 0;
+    std::memcpy(&word, lanes->words, sizeof(word));
+    lanes->words += sizeof(word);
+    state = state << 16 | word;
+  }
+  lanes->states[lane] = state;
+  return slot >> 24;
+}
+
+void DecodeSparse(Reader reader, std::uint16_t* values, std::size_t numel) {
+  const std::uint32_t num_changes = reader.TakeU32();
+  const std::uint32_t num_words = reader.TakeU32();
+  ZCOMM_CHECK(num_changes <= numel, "changes must be at most as many as elements: ", num_changes, ", ", numel);
+  const Slots gaps(&reader, kGapSymbols);
+  const std::uint32_t direct = TakeDirect(&reader);
+  const Slots changes(&reader, NumSymbols(direct));
+  reader.Align();
+  Lanes lanes;
+  TakeLanes(&reader, kSparseLanes, num_words, &lanes);
+  BitReader extra = reader.Rest();
+  std::size_t place = 0;  // of the next change if its gap is 0
+  for (std::uint32_t at = 0; at < num_changes; at += kSparseLanes) {
+    const std::uint32_t count = std::min(kSparseLanes, num_changes - at);
+    std::uint32_t gap[kSparseLanes];
+    std::uint32_t change[kSparseLanes];
+    for (std::uint32_t lane = 0; lane < count; ++lane) gap[lane] = TakeSymbol(&lanes, lane, gaps);
+    for (std::uint32_t lane = 0; lane < count; ++lane) change[lane] = TakeSymbol(&lanes, lane, changes);
+    for (std::uint32_t lane = 0; lane < count; ++lane) {
+      place += Joined(gap[lane], kGapDirectBits, TakeBits(&extra, Width(gap[lane], kGapDirectBits)));
+      ZCOMM_CHECK(place < numel, "a change must be within its chunk of ", numel, " elements: ", place);
+      const std::uint32_t z = Joined(change[lane], direct, TakeBits(&extra, Width(change[lane], direct)));
+      values[place] = static_cast<std::uint16_t>(Changed(values[place], z));
+      ++place;
+    }
+  }
+  CheckEnd(lanes, kSparseLanes, extra);
+}
+
+}  // namespace
+
+void DecodeChunk(const Payload& payload, const std::uint8_t* data, std::uint16_t* values, std::size_t numel) {
+  if (payload.kind == kSparse) return DecodeSparse(Reader(data, payload.nbytes), values, numel);
+  if (payload.kind == kDense) return DecodeDense(Reader(data, payload.nbytes), values, numel);
+  ZCOMM_CHECK(payload.nbytes == (payload.kind == kRaw ? RawNbytes(numel) : 0),
+              "a chunk without changes must be empty and a raw one hold every element: nbytes=", payload.nbytes);
+  if (payload.kind == kRaw) std::memcpy(values, data, 2 * numel);
+}
+
+}  // namespace zcomm::ulps

@@ -1,0 +1,58 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "ulps_arithmetic.h"
+
+namespace zcomm::ulps {
+
+// By the symbol for kMaxDirectBits.
+struct EncodeTable {
+  std::uint32_t reciprocal[256];
+  std::uint32_t packed[256];
+};
+
+// Bits from the lowest of u32 on.
+struct BitReader {
+  const std::uint8_t* at;
+  const std::uint8_t* end;
+  std::uint64_t buffer = 0;
+  std::uint32_t num_bits = 0;
+};
+
+// The decoder of a dense chunk.
+struct Lanes {
+  alignas(64) std::uint32_t states[kDenseLanes];
+  const std::uint8_t* words;
+  const std::uint8_t* words_end;
+};
+
+// The loops over elements, compiled once for each ISA level from ulps_kernels_impl.h.
+struct UlpsKernels {
+  // The symbols of the changes for kMaxDirectBits; returns how many are not 0.
+  std::size_t (*symbols)(const std::uint16_t* new_bits, const std::uint16_t* old_bits, std::size_t numel,
+                         std::uint8_t* symbols);
+  // Writes the words of symbols to just before `end`, not below `begin`, and returns where they begin; null if they may
+  // not fit, which leaves less than 64 bytes. Between 64 bytes below its result and the result, it writes anything.
+  std::uint8_t* (*encode)(const std::uint8_t* symbols, std::size_t numel, const EncodeTable& table, std::uint8_t* begin,
+                          std::uint8_t* end, std::uint32_t* states);
+  // Writes the extra bits of symbols from `least` on to u32 at `out`.
+  void (*write_extra)(const std::uint8_t* symbols, std::uint32_t least, const std::uint16_t* new_bits,
+                      const std::uint16_t* old_bits, std::size_t numel, std::uint8_t* out);
+  // The next symbols, a multiple of kDenseLanes of them but at a chunk's end; false if the words do not suffice.
+  bool (*decode)(Lanes* lanes, const std::uint32_t* slots, std::size_t numel, std::uint8_t* symbols);
+  // Changes the values by symbols and extra bits; false if those do not suffice.
+  bool (*apply)(const std::uint8_t* symbols, std::uint32_t direct, std::size_t numel, BitReader* extra,
+                std::uint16_t* values);
+  // The sum of Mixed() of little-endian words of which the first has index `first`.
+  std::uint32_t (*checksum)(const std::uint8_t* words, std::size_t count, std::uint32_t first);
+};
+
+const UlpsKernels& BaselineUlpsKernels();
+#ifdef ZCOMM_X86
+const UlpsKernels& Avx2UlpsKernels();
+const UlpsKernels& Avx512UlpsKernels();
+#endif
+
+}  // namespace zcomm::ulps

@@ -1,0 +1,198 @@
+// The kernels of one ISA level. Each ulps_kernels_<level>.cc defines ZCOMM_ISA_NAMESPACE, ZCOMM_ISA_TABLE and
+// ZCOMM_ISA_LANES, includes this file once, and is compiled with that level's flags (see block_kernels_impl.h).
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#include "ulps_kernels.h"
+
+#ifdef ZCOMM_X86
+#include <immintrin.h>
+#endif
+
+namespace zcomm::ulps {
+namespace ZCOMM_ISA_NAMESPACE {
+namespace {
+
+inline std::uint32_t LoadWord(const std::uint8_t* from) {
+  std::uint16_t word = 0;
+  std::memcpy(&word, from, sizeof(word));
+  return word;
+}
+
+// Symbols of the first `count` lanes, the last lane first; words go below `words`.
+inline std::uint8_t* EncodeLanes(const std::uint8_t* symbols, std::size_t count, const EncodeTable& table,
+                                 std::uint8_t* words, std::uint32_t* states) {
+  for (std::size_t lane = count; lane-- > 0;) {
+    const std::uint32_t packed = table.packed[symbols[lane]];
+    std::uint32_t state = states[lane];
+    if (IsFull(state, packed)) {
+      const auto word = static_cast<std::uint16_t>(state);
+      words -= sizeof(word);
+      std::memcpy(words, &word, sizeof(word));
+      state >>= 16;
+    }
+    states[lane] = EncodeSymbol(state, {table.reciprocal[symbols[lane]], packed});
+  }
+  return words;
+}
+
+// Each lanes file has:
+//   kGroup                              elements of a group, at most 64
+//   SymbolsOfGroup(new, old, symbols)   how many of the symbols are not 0
+//   AtLeast(symbols, least)             bit i: symbol i is at least `least`
+//   ApplyGroup(symbols, values)         as if all symbols were direct
+//   Round(states), Save(states)         the states of all lanes in registers
+//   Round.Encode(symbols, table, words), Round.Decode(slots, words, symbols)   one symbol of each lane
+#include ZCOMM_ISA_LANES
+
+constexpr std::ptrdiff_t kRoundNbytes = 2 * kDenseLanes;  // the most that the words of a round can need
+
+std::size_t Symbols(const std::uint16_t* new_bits, const std::uint16_t* old_bits, std::size_t numel,
+                    std::uint8_t* symbols) {
+  std::size_t nonzero = 0;
+  std::size_t i = 0;
+  for (; i + kGroup <= numel; i += kGroup) nonzero += SymbolsOfGroup(new_bits + i, old_bits + i, symbols + i);
+  for (; i < numel; ++i) {
+    const std::uint32_t z = Change(new_bits[i], old_bits[i]);
+    symbols[i] = static_cast<std::uint8_t>(Symbol(z, kMaxDirectBits));
+    nonzero += z != 0 ? 1 : 0;
+  }
+  return nonzero;
+}
+
+std::uint8_t* Encode(const std::uint8_t* symbols, std::size_t numel, const EncodeTable& table, std::uint8_t* begin,
+                     std::uint8_t* end, std::uint32_t* states) {
+  if (end - begin < 2 * kRoundNbytes) return nullptr;
+  std::size_t at = numel / kDenseLanes * kDenseLanes;
+  std::uint8_t* words = EncodeLanes(symbols + at, numel - at, table, end, states);
+  Round round(states);
+  while (at > 0) {
+    if (words - begin < 2 * kRoundNbytes) return nullptr;
+    at -= kDenseLanes;
+    words = round.Encode(symbols + at, table, words);
+  }
+  round.Save(states);
+  return words;
+}
+
+// Calls visit(i) for symbols from `least` on, until it returns false.
+template <class Visit>
+inline bool VisitAtLeast(const std::uint8_t* symbols, std::uint32_t least, std::size_t numel, const Visit& visit) {
+  std::size_t i = 0;
+  for (; i + kGroup <= numel; i += kGroup) {
+    for (std::uint64_t mask = AtLeast(symbols + i, least); mask != 0; mask &= mask - 1) {
+      if (!visit(i + static_cast<std::size_t>(__builtin_ctzll(mask)))) return false;
+    }
+  }
+  for (; i < numel; ++i) {
+    if (symbols[i] >= least && !visit(i)) return false;
+  }
+  return true;
+}
+
+void WriteExtra(const std::uint8_t* symbols, std::uint32_t least, const std::uint16_t* new_bits,
+                const std::uint16_t* old_bits, std::size_t numel, std::uint8_t* out) {
+  std::uint64_t buffer = 0;
+  std::uint32_t num_bits = 0;
+  VisitAtLeast(symbols, least, numel, [&](std::size_t i) {
+    const std::uint32_t z = Change(new_bits[i], old_bits[i]);
+    const std::uint32_t width = Octave(z) - 1;
+    buffer |= static_cast<std::uint64_t>(Extra(z, width)) << num_bits;
+    num_bits += width;
+    if (num_bits >= 32) {
+      const auto full = static_cast<std::uint32_t>(buffer);
+      std::memcpy(out, &full, sizeof(full));
+      out += sizeof(full);
+      buffer >>= 32;
+      num_bits -= 32;
+    }
+    return true;
+  });
+  const auto rest = static_cast<std::uint32_t>(buffer);
+  if (num_bits > 0) std::memcpy(out, &rest, sizeof(rest));
+}
+
+bool DecodeLanes(Lanes* lanes, const std::uint32_t* slots, std::size_t count, std::uint8_t* symbols) {
+  for (std::size_t lane = 0; lane < count; ++lane) {
+    const std::uint32_t slot = slots[lanes->states[lane] & (kScale - 1)];
+    std::uint32_t state = DecodeSymbol(lanes->states[lane], slot);
+    symbols[lane] = static_cast<std::uint8_t>(slot >> 24);
+    if (state < kLowestState) {
+      if (lanes->words == lanes->words_end) return false;
+      state = state << 16 | LoadWord(lanes->words);
+      lanes->words += 2;
+    }
+    lanes->states[lane] = state;
+  }
+  return true;
+}
+
+bool Decode(Lanes* lanes, const std::uint32_t* slots, std::size_t numel, std::uint8_t* symbols) {
+  std::size_t at = 0;
+  {
+    Round round(lanes->states);
+    const std::uint8_t* words = lanes->words;
+    for (; at + kDenseLanes <= numel && lanes->words_end - words >= kRoundNbytes; at += kDenseLanes) {
+      words = round.Decode(slots, words, symbols + at);
+    }
+    round.Save(lanes->states);
+    lanes->words = words;
+  }
+  for (; at < numel; at += kDenseLanes) {
+    const std::size_t count = numel - at < kDenseLanes ? numel - at : kDenseLanes;
+    if (!DecodeLanes(lanes, slots, count, symbols + at)) return false;
+  }
+  return true;
+}
+
+bool Apply(const std::uint8_t* symbols, std::uint32_t direct, std::size_t numel, BitReader* extra,
+           std::uint16_t* values) {
+  BitReader bits = *extra;
+  const bool is_enough = VisitAtLeast(symbols, 1U << direct, numel, [&](std::size_t i) {
+    const std::uint32_t width = Width(symbols[i], direct);
+    if (bits.num_bits < width) {
+      if (bits.at == bits.end) return false;
+      std::uint32_t next = 0;
+      std::memcpy(&next, bits.at, sizeof(next));
+      bits.at += sizeof(next);
+      bits.buffer |= static_cast<std::uint64_t>(next) << bits.num_bits;
+      bits.num_bits += 32;
+    }
+    const std::uint32_t z = Joined(symbols[i], direct, Extra(static_cast<std::uint32_t>(bits.buffer), width));
+    bits.buffer >>= width;
+    bits.num_bits -= width;
+    // Less the change that the loop below adds.
+    values[i] = static_cast<std::uint16_t>(
+        Order((Order(values[i]) + Unzigzag(z) - Unzigzag(symbols[i])) & 0xFFFFU));
+    return true;
+  });
+  *extra = bits;
+  std::size_t i = 0;
+  for (; i + kGroup <= numel; i += kGroup) ApplyGroup(symbols + i, values + i);
+  for (; i < numel; ++i) values[i] = static_cast<std::uint16_t>(Changed(values[i], symbols[i]));
+  return is_enough;
+}
+
+std::uint32_t Checksum(const std::uint8_t* words, std::size_t count, std::uint32_t first) {
+  std::uint32_t sum = 0;
+  for (std::size_t i = 0; i < count; ++i) {
+    std::uint32_t word = 0;
+    std::memcpy(&word, words + 4 * i, sizeof(word));
+    sum += Mixed(word, first + static_cast<std::uint32_t>(i));
+  }
+  return sum;
+}
+
+}  // namespace
+}  // namespace ZCOMM_ISA_NAMESPACE
+
+const UlpsKernels& ZCOMM_ISA_TABLE() {
+  static constexpr UlpsKernels kKernels{ZCOMM_ISA_NAMESPACE::Symbols,    ZCOMM_ISA_NAMESPACE::Encode,
+                                        ZCOMM_ISA_NAMESPACE::WriteExtra, ZCOMM_ISA_NAMESPACE::Decode,
+                                        ZCOMM_ISA_NAMESPACE::Apply,      ZCOMM_ISA_NAMESPACE::Checksum};
+  return kKernels;
+}
+
+}  // namespace zcomm::ulps
