@@ -11,9 +11,9 @@ A chunk is at most CHUNK_NUMEL elements of one dtype: pieces of tensors, cut whe
 digest is the SHA-256 of its bytes. The root is the SHA-256 of the digests of all chunks: it tells the whole model's
 bits, and each rank hashes only what has changed of its shard.
 
-    V1  Names of files follow from numbers and ranks. No document names a file, so none leads out of the folder.
-    V2  The pieces of a layout cover every tensor exactly once. A reader checks this before it uses a layout.
-    V3  Sizes are bounded by the layout, and that by the reader's own tensors, before memory is allocated.
+Readers trust nothing. Names of files follow from numbers and ranks, so no document leads out of the folder. The pieces
+of a layout must cover every tensor exactly once. Sizes are bounded by the layout, and that by the reader's own tensors,
+before memory is allocated.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def read_layout(folder: Path, digest: str) -> PublishedLayout:
 
 
 def _check_coverage(layout: PublishedLayout) -> None:
-    """Raise ValueError unless the pieces cover every tensor exactly once (V2)."""
+    """Raise ValueError unless the pieces cover every tensor exactly once."""
     spans: dict[str, list[tuple[int, int]]] = {name: [(0, 0)] for name in layout.tensors}
     for chunk in layout.chunks:
         if not 0 < chunk.numel <= CHUNK_NUMEL or len({layout.tensors[p.name][0] for p in chunk.pieces}) != 1:
@@ -267,7 +267,7 @@ def patch_offsets(layout: PublishedLayout, manifest: Manifest) -> Iterator[tuple
     ends = [0, *accumulate(change.nbytes for change in manifest.changes)]
     starts: dict[int, int] = {}
     for change, chunk, at in zip(manifest.changes, chunks, ends, strict=False):
-        if not 0 < change.nbytes <= chunk.max_nbytes:  # (V3)
+        if not 0 < change.nbytes <= chunk.max_nbytes:
             raise PublicationError(
                 f"publication {manifest.number} has a change of {change.nbytes} bytes for a chunk of {chunk.numel} "
                 f"elements, which takes at most {chunk.max_nbytes}"

@@ -1,13 +1,12 @@
 """``zero.Publisher``: in the training loop, publish the weights to a folder.
 
-main thread   publish(): this rank's weights are copied; of each chunk that differs from the last publication
-background    every rank: code the changes, hash the results, write the patch and its part of the snapshot, fsync
-              first rank: manifest, fsync; the folder gets its name: the publication is complete and durable
+    main thread   publish(): this rank's weights are copied; of each chunk that differs from the last publication
+    background    every rank: code the changes, hash the results, write the patch and its part of the snapshot, fsync
+                  first rank: manifest, fsync; the folder gets its name: the publication is complete and durable
 
-P1  What a rank keeps of the last publication changes only once that publication is complete on all ranks. So a
-    failed one costs nothing but itself: the next patch changes the last complete publication.
-P2  A publication is complete from the moment its folder has its name. Everything in it is durable before.
-P3  Pruning deletes nothing that a subscriber needs to reach the newest publication from the last snapshot.
+A publication is complete from the moment its folder has its name; everything in it is durable before. What a rank keeps
+of the last publication changes only then. So one that fails costs nothing but itself: the next patch changes the last
+complete publication. Pruning deletes nothing that leads from the last snapshot to the newest publication.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -65,7 +65,7 @@ TEMPORARY = ".publishing-"
 PRUNED = ".pruned-"
 
 
-class _Job(NamedTuple):
+class _Publication(NamedTuple):
     """What a call of publish() hands to the background thread."""
 
     version: int | None
@@ -117,7 +117,7 @@ class Publisher:
         self._rank = 0 if self.topology is None else self.topology.rank
         self._chunks = chunks_of(weights.pieces, weights.tensors, self._rank)
         self._values: dict[int, Tensor] = {}
-        """The last published values of this rank's chunks (P1)."""
+        """The last published values of this rank's chunks."""
         self._has_published = False
         self._files = plan_files(weights.tensors)
         self._pending: Future[None] | None = None
@@ -164,7 +164,7 @@ class Publisher:
                 raise
             # Raised by the thread, where all ranks learn of it: the others wait there for this one.
             error = caught
-        self._pending = self._background.submit(partial(self._run, _Job(version, snapshot, changed, error)))
+        self._pending = self._background.submit(partial(self._run, _Publication(version, snapshot, changed, error)))
 
     def wait(self) -> None:
         """Wait until what was published last is durable on every rank. Raises its error, once."""
@@ -224,7 +224,7 @@ class Publisher:
         assert next(sizes, None) is None, "the pieces of a rank stay the same"
         return changed
 
-    def _run(self, job: _Job) -> None:
+    def _run(self, job: _Publication) -> None:
         """Write one publication. In the background thread of every rank."""
         first, group = self._first, self._background.group
         try:
@@ -234,16 +234,16 @@ class Publisher:
             if first is not None:
                 first.give_up()
             raise
-        self._values |= job.changed  # (P1)
+        self._values |= job.changed  # not before: the next patch must change what subscribers have
         self._has_published = True
 
-    def _propose(self, job: _Job) -> dict[str, Any]:
+    def _propose(self, job: _Publication) -> dict[str, Any]:
         if job.error is not None:
             raise PublicationError(f"the weights could not be copied: {job.error!r}") from job.error
         pieces = None if self._has_published else [list(chunk.pieces) for chunk in self._chunks]
         return {"version": job.version, "snapshot": job.snapshot, "pieces": pieces}
 
-    def _write(self, job: _Job, plan: dict[str, Any]) -> dict[str, Any]:
+    def _write(self, job: _Publication, plan: dict[str, Any]) -> dict[str, Any]:
         """Write this rank's files; returns the lengths of its changes and the digests of its changed chunks."""
         folder, changed = Path(plan["folder"]), job.changed
         with _writing(folder):
@@ -304,10 +304,10 @@ class _FirstRank:
         """Of this run. Earlier publications are another run's."""
         self._last: Manifest | None = None
         self._since_snapshot = 0
-        self._layout: PublishedLayout | None = None
+        self._published_layout = PublishedLayout(weights.tensors, ())
         self._digests: list[str] = []
-        self._temporary: Path | None = None
-        self._next: Manifest | None = None
+        self._draft: tuple[Path, Manifest] | None = None
+        """The publication that is being written, and where."""
 
     def plan(self, proposals: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Answer the proposals of the ranks: where to write, and what."""
@@ -322,31 +322,28 @@ class _FirstRank:
             number, base = max([*numbers, self._first_number - 1]) + 1, self._base(numbers)
             is_due = base is None or self._since_snapshot + 1 >= self._snapshot_every
             has_snapshot = is_due or any(proposal["snapshot"] for proposal in proposals)
-            self._temporary = self._folder / f"{TEMPORARY}{number:010d}"
-            self._temporary.mkdir()
+            path = self._folder / f"{TEMPORARY}{number:010d}"
+            path.mkdir()
             if has_snapshot:
-                documents = model_documents(self._weights.model, self._weights.dtype)
-                create_files(self._temporary, self._files, documents)
-        assert self._layout is not None, "the first publication has set the layout"
-        self._next = Manifest(
+                create_files(path, self._files, model_documents(self._weights.model, self._weights.dtype))
+        draft = Manifest(
             number=number,
             version=number if versions[0] is None else versions[0],
             run=self.run,
-            layout=self._layout.digest,
+            layout=self._published_layout.digest,
             root="",
             time=int(clock().time()),
             base=base,
             digests=() if has_snapshot else None,
         )
-        answer = {"folder": str(self._temporary), "snapshot": has_snapshot, "patch": base is not None}
+        self._draft = path, draft
+        answer = {"folder": str(path), "snapshot": has_snapshot, "patch": base is not None}
         return [answer] * len(proposals)
 
     def commit(self, results: list[dict[str, Any]]) -> list[None]:
-        """Make the publication complete, once all ranks have written (P2)."""
-        plan, layout, temporary = self._next, self._layout, self._temporary
-        assert plan is not None, "a publication is planned before it is committed"
-        assert layout is not None, "as above"
-        assert temporary is not None, "as above"
+        """Make the publication complete, once all ranks have written."""
+        assert self._draft is not None, "a publication is planned before it is committed"
+        path, draft = self._draft
         digests, changes, start = list(self._digests), [], 0
         for rank, result in enumerate(results):
             for (number, digest), nbytes in zip(
@@ -354,26 +351,24 @@ class _FirstRank:
             ):
                 digests[start + number] = digest
                 changes.append(ChangedChunk(start + number, nbytes, digest))
-            start += sum(chunk.rank == rank for chunk in layout.chunks)
-        manifest = Manifest(
-            **{
-                **vars(plan),
-                "root": root_of(digests),
-                "changes": tuple(changes) if plan.base is not None else (),
-                "digests": None if plan.digests is None else tuple(digests),
-            }
+            start += sum(chunk.rank == rank for chunk in self._published_layout.chunks)
+        manifest = replace(
+            draft,
+            root=root_of(digests),
+            changes=tuple(changes) if draft.base is not None else (),
+            digests=None if draft.digests is None else tuple(digests),
         )
         with _writing(self._folder):
-            self._check_visible(results)
-            with create_file(temporary / MANIFEST) as file:
+            _check_visible(path, results)
+            with create_file(path / MANIFEST) as file:
                 file.write(manifest.data)
             # The names in the folder are synced before it gets its own: else a crash could leave a publication that
             # lacks a file. The rename is durable before publish() counts as done, or the next patch could have a base
             # that a crash loses.
-            sync_folder(temporary)
-            temporary.rename(publication_path(self._folder, manifest.number))
+            sync_folder(path)
+            path.rename(publication_path(self._folder, manifest.number))
             sync_folder(self._folder)
-        self._temporary, self._last, self._digests = None, manifest, digests
+        self._draft, self._last, self._digests = None, manifest, digests
         self._since_snapshot = 0 if manifest.digests is not None else self._since_snapshot + 1
         with suppress(OSError, PublicationError):  # what is left is pruned the next time
             self._prune(manifest)
@@ -381,9 +376,9 @@ class _FirstRank:
 
     def give_up(self) -> None:
         """Delete what a failed publication has written."""
-        if self._temporary is not None:
-            shutil.rmtree(self._temporary, ignore_errors=True)
-            self._temporary = None
+        if self._draft is not None:
+            shutil.rmtree(self._draft[0], ignore_errors=True)
+            self._draft = None
 
     def close(self) -> None:
         if self._lock >= 0:
@@ -416,24 +411,12 @@ class _FirstRank:
         for rank, of_rank in enumerate(pieces):
             every = [TensorPiece(*piece) for of_chunk in of_rank for piece in of_chunk]
             chunks += chunks_of(every, self._weights.tensors, rank)
-        self._layout = PublishedLayout(self._weights.tensors, tuple(chunks))
+        self._published_layout = layout = PublishedLayout(self._weights.tensors, tuple(chunks))
         self._digests = [""] * len(chunks)
-        path = layout_path(self._folder, self._layout.digest)
-        replace_file(path, self._layout.data, self.run)
-
-    def _check_visible(self, results: list[dict[str, Any]]) -> None:
-        assert self._temporary is not None, "a publication is being written"
-        for rank, result in enumerate(results):
-            path = self._temporary / patch_name(rank)
-            expected = sum(result["lengths"])
-            if expected and (not path.is_file() or path.stat().st_size != expected):
-                raise PublicationError(
-                    f"the first rank does not see {path}, which rank {rank} has written: the folder must be on a file "
-                    "system that all ranks share"
-                )
+        replace_file(layout_path(self._folder, layout.digest), layout.data, self.run)
 
     def _prune(self, newest: Manifest) -> None:
-        """Delete old publications (P3), and layouts that none refers to."""
+        """Delete old publications, and layouts that none refers to."""
         numbers = numbers_in(self._folder)
         last_snapshot = newest.number - self._since_snapshot
         for number in numbers[: -self._keep]:
@@ -446,6 +429,17 @@ class _FirstRank:
         for path in self._folder.glob("layout-*.json"):
             if path != layout_path(self._folder, newest.layout) and path.stem.removeprefix("layout-") not in used:
                 path.unlink()
+
+
+def _check_visible(folder: Path, results: list[dict[str, Any]]) -> None:
+    """Raise unless the first rank sees what all have written."""
+    for rank, result in enumerate(results):
+        path, expected = folder / patch_name(rank), sum(result["lengths"])
+        if expected and (not path.is_file() or path.stat().st_size != expected):
+            raise PublicationError(
+                f"the first rank does not see {path}, which rank {rank} has written: the folder must be on a file "
+                "system that all ranks share"
+            )
 
 
 def _claim(folder: Path, run: str) -> int:
@@ -475,6 +469,9 @@ def _writing(folder: Path) -> Iterator[None]:
     """Within the block, an OSError becomes a PublicationError that says what to do."""
     try:
         yield
+    except FileNotFoundError as error:
+        what = f"{error.filename} is missing: all ranks must see one folder, and nobody else may change it"
+        raise PublicationError(what) from error
     except OSError as error:
         what = f"{error.filename or folder} could not be written: {error.strerror}"
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):

@@ -1,13 +1,14 @@
 """``zero.Subscriber``: in any process, keep a model or a state dict at the newest published version.
 
-newest > own?  patches in order, each: decode into memory of its own -> digests -> copy into the weights
-               the newest snapshot instead, if there is no way by patches, or it has fewer bytes; then patches
+    newest > own?  patches in order, each: decode into memory of its own -> digests -> copy into the weights
+                   the newest snapshot instead, if there is no way by patches, or it has fewer bytes; then patches
 
-S1  Weights are written only after every bit of the new version was verified, and then copied to the end: an
-    interrupt within the copy is raised after the copy was repeated, which gives the same values. So between calls
-    the weights are those of one version, the last good one.
-S2  Reading takes no lock. Publications are complete when they are seen, and vanish as a whole when they are
-    pruned: what a subscriber cannot read any more it looks for again.
+Weights are written only after every bit of the new version was verified, and then copied to the end: an interrupt
+within the copy is raised after the copy was repeated, which gives the same values. So between calls the weights are
+those of one version, the last good one.
+
+Reading takes no lock. Publications are complete when they are seen, and vanish as a whole when they are pruned: what a
+subscriber cannot read any more it looks for again.
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ class Subscriber:
                     self._follow(numbers)
                 break
             except PublicationError:
-                if attempt == ATTEMPTS - 1 or numbers_in(self._folder) == numbers:  # (S2)
+                if attempt == ATTEMPTS - 1 or numbers_in(self._folder) == numbers:
                     raise
         return list(self._names)
 
@@ -238,7 +239,7 @@ class Subscriber:
         self._write()
 
     def _write(self) -> None:
-        """Copy verified values into the weights. An interrupt is raised after the copy (S1)."""
+        """Copy verified values into the weights. An interrupt is raised after the copy."""
         with self._lock if self._next is not None else nullcontext():
             try:
                 self._copy()
