@@ -199,9 +199,13 @@ def test_what_has_not_changed_is_not_sent(tmp_path: Path, monkeypatch: Any) -> N
         model[2].weight.data.view(-1)[17] += 1
         publisher.publish()
         publisher.publish()
+        model[1].weight.data.zero_()
+        publisher.publish()
+        model[1].weight.data.neg_()  # equal numbers, other bits
+        publisher.publish()
     read: dict[str, Tensor] = {}
     names = [sorted(c.number for c in m.changes) for m in replayed(tmp_path / "own", read)]
-    assert names == [[], [2], []]
+    assert names == [[], [2], [], [1], [1]]
     assert bits(read) == _state_of(model)
 
 

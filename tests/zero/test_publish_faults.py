@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import random
@@ -217,19 +218,57 @@ def test_an_interrupt_at_any_line_leaves_one_version(tmp_path: Path) -> None:
     assert steps > 50
 
 
+def test_a_copy_that_fails_twice_is_completed_by_the_next_update(tmp_path: Path) -> None:
+    ours = _model(-1)
+    subscriber = zero.Subscriber(tmp_path, ours)
+    _publish_all(tmp_path, last=1, snapshot_every=9)
+    subscriber.update()
+    with zero.Publisher(model := _model(1), tmp_path, snapshot_every=9) as publisher:
+        publisher.publish(1)
+        publisher.wait()
+        subscriber.update()
+        _publish(model, publisher, 2)
+    copy, count = Tensor.copy_, [0]
+
+    def failing(to: Tensor, values: Tensor) -> Tensor:
+        count[0] += 1
+        if count[0] in (3, 6):
+            raise KeyboardInterrupt
+        return copy(to, values)
+
+    with pytest.MonkeyPatch.context() as changed:
+        changed.setattr(Tensor, "copy_", failing)
+        with pytest.raises(KeyboardInterrupt):
+            subscriber.update()
+    assert len(_values(ours)) == 2, "torn, after two interrupts"
+    subscriber.update()
+    assert (subscriber.version, _values(ours)) == (2, [2])
+
+
+def test_a_publisher_killed_while_it_prunes_leaves_no_half_publication(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publishers.shutil, "rmtree", lambda *_, **__: None)
+    _publish_all(tmp_path)
+    assert manifests.numbers_in(tmp_path) == [3]
+    assert len(list(tmp_path.glob(".pruned-*"))) == 2
+    monkeypatch.undo()
+    _publish_all(tmp_path)
+    assert not list(tmp_path.glob(".pruned-*"))
+
+
 def _damages(folder: Path) -> Iterator[tuple[str, Callable[[Path], None]]]:
     """Damages, each with a title."""
     for path in sorted(p for p in folder.rglob("*") if p.is_file() and p.name != "publisher"):
         name, size = path.relative_to(folder), path.stat().st_size
-        chance = random.Random(f"{SEED} {path.name}")
-        bit = chance.randrange(8 * size)
+        for bit in (random.Random(f"{SEED} {path.name}").randrange(8 * size), 8 * size - 1):
 
-        def flip(to: Path, name: Path = name, bit: int = bit) -> None:
-            data = bytearray((to / name).read_bytes())
-            data[bit // 8] ^= 1 << bit % 8
-            (to / name).write_bytes(data)
+            def flip(to: Path, name: Path = name, bit: int = bit) -> None:
+                data = bytearray((to / name).read_bytes())
+                data[bit // 8] ^= 1 << bit % 8
+                (to / name).write_bytes(data)
 
-        yield f"bit {bit} of {name}", flip
+            yield f"bit {bit} of {name}", flip
         yield f"no {name}", lambda to, name=name: (to / name).unlink()  # type: ignore[misc]
         for keeps in {0, size // 2, size - 1}:
             yield f"{keeps} bytes of {name}", lambda to, name=name, n=keeps: os.truncate(to / name, n)  # type: ignore[misc]
@@ -293,7 +332,7 @@ def _resealed(path: Path, change: Callable[[Any], object]) -> None:
     change(document["content"])
     content = json.dumps(document["content"], sort_keys=True, separators=(",", ":")).encode()
     document["crc32"] = zlib.crc32(content)
-    path.write_text(json.dumps(document))
+    path.write_text(json.dumps(document, separators=(",", ":")))
 
 
 HOSTILE: dict[str, tuple[Callable[[Any], object], str]] = {
@@ -345,6 +384,11 @@ def test_a_hostile_layout_is_refused(tmp_path: Path, change: Callable[[Any], obj
     _resealed(path, change)
     with pytest.raises(zero.PublicationError, match=r"stay at version None: .*layout-.* is damaged"):
         zero.Subscriber(tmp_path, {}).update()
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()  # by somebody who knows the format
+    path.rename(path.with_name(f"layout-{digest}.json"))
+    _resealed(tmp_path / "n0000000001" / "manifest.json", lambda content: content.update(layout=digest))
+    with pytest.raises(zero.PublicationError, match=rf"stay at version None: .*layout-{digest}.json is damaged"):
+        zero.Subscriber(tmp_path, {}).update()
 
 
 def test_another_version_of_the_format_is_named(tmp_path: Path) -> None:
@@ -358,6 +402,12 @@ def test_another_version_of_the_format_is_named(tmp_path: Path) -> None:
             zero.PublicationError, match=rf"has version {version!r} of the format, this library reads 1"
         ):
             zero.Subscriber(tmp_path, _model()).update()
+    document["version"], document["content"]["version"] = 1, 7  # not that of the format: the training's
+    path.write_text(json.dumps(document))
+    with pytest.raises(zero.PublicationError, match="its checksum does not match"):
+        zero.Subscriber(tmp_path, _model()).update()
+    (tmp_path / "n0000000009").symlink_to(tmp_path / "n0000000001")
+    assert manifests.numbers_in(tmp_path) == [1]
 
 
 @pytest.mark.parametrize(
