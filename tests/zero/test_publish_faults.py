@@ -44,7 +44,7 @@ LAST = 3
 
 def _model(version: int = 0) -> nn.Module:
     """A model whose every element is ``version``."""
-    model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3)).bfloat16()
+    model = nn.Sequential(nn.Linear(40, 30), nn.Linear(30, 20)).bfloat16()
     for param in model.parameters():
         nn.init.constant_(param, version)
     return model
@@ -413,12 +413,12 @@ def test_another_version_of_the_format_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("target", "words"),
     [
-        (nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 4)).bfloat16(), r"'1.weight' is torch.bfloat16 \(3, 7\)"),
-        (nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3)), "here torch.float32"),
-        (nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3)).half(), "here torch.float16"),
-        (nn.Sequential(nn.Linear(5, 7)).bfloat16(), "no such tensor"),
-        (nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3), nn.Linear(3, 3)).bfloat16(), "does not have .*2.weight"),
-        ({"0.weight": torch.zeros(5, 7).t()}, "strides"),
+        (nn.Sequential(nn.Linear(40, 30), nn.Linear(30, 21)).bfloat16(), r"'1.weight' is torch.bfloat16 \(20, 30\)"),
+        (nn.Sequential(nn.Linear(40, 30), nn.Linear(30, 20)), "here torch.float32"),
+        (nn.Sequential(nn.Linear(40, 30), nn.Linear(30, 20)).half(), "here torch.float16"),
+        (nn.Sequential(nn.Linear(40, 30)).bfloat16(), "no such tensor"),
+        (nn.Sequential(nn.Linear(40, 30), nn.Linear(30, 20), nn.Linear(20, 3)).bfloat16(), "does not have .*2.weight"),
+        ({"0.weight": torch.zeros(40, 30).t()}, "strides"),
     ],
 )
 def test_another_model_is_named_and_left_unchanged(tmp_path: Path, target: Any, words: str) -> None:
