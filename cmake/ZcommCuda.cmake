@@ -7,7 +7,7 @@
 #
 # Architectures: those of CMAKE_CUDA_ARCHITECTURES or the environment's CUDAARCHS, if given (90 builds for an H100 alone);
 # else every major one from 80 on that the compiler knows (its code runs on the minor ones, too), and PTX of the last.
-set(ZCOMM_CUDA_SOURCES cuda/decode.cu cuda/quantize.cu cuda/requantize.cu)
+set(ZCOMM_CUDA_SOURCES cuda/decode.cu cuda/quantize.cu cuda/requantize.cu cuda/ulps.cu)
 
 set(ZCOMM_CUDA_ENABLED FALSE)
 if(NOT ZCOMM_CUDA MATCHES "^(AUTO|ON|OFF)$")

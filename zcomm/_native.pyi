@@ -287,6 +287,26 @@ def optimizer_step(
 
 Residual = tuple[int, int, int, int, float]
 
+CUDA_ULPS_DECODE_NBYTES: int
+"""Of the workspace of :func:`cuda_ulps_decode`."""
+
+def cuda_ulps_workspace_nbytes(numel: int) -> int:
+    """Of :func:`cuda_ulps_encode`."""
+
+def cuda_ulps_encode(new_ptr: int, old_ptr: int, numel: int, message_ptr: int, workspace_ptr: int, stream: int) -> None:
+    """As :func:`ulps_encode`, on a GPU: the length is in the message's head."""
+
+def cuda_ulps_decode(
+    message_ptr: int,
+    message_nbytes: int,
+    values_ptr: int,
+    numel: int,
+    workspace_ptr: int,
+    is_valid_ptr: int,
+    stream: int,
+) -> None:
+    """As :func:`ulps_decode`, on a GPU: ``is_valid`` becomes 0 if the message is refused."""
+
 def cuda_quantize(
     codec: int,
     block: int,

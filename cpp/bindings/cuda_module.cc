@@ -123,4 +123,29 @@ void DefineCudaOperations(nb::module_& m) {
         "num_messages"_a, "num_segments"_a, "segment_numel"_a, "in_ptr"_a, "in_stride_bytes"_a, "layout_hash"_a,
         "out_codec"_a, "out_block"_a, "out_is_rotated"_a, "out_ptr"_a, "out_stride_bytes"_a, "out_layout_hash"_a,
         "residual"_a.none(), "expected"_a, "is_valid_ptr"_a, "stream"_a);
+  m.attr("CUDA_ULPS_DECODE_NBYTES") = zcomm::cuda::kUlpsDecodeNbytes;
+  m.def(
+      "cuda_ulps_workspace_nbytes",
+      [](std::int64_t numel) { return zcomm::cuda::UlpsWorkspaceNbytes(Size("numel", numel)); }, "numel"_a);
+  m.def(
+      "cuda_ulps_encode",
+      [](std::uintptr_t new_ptr, std::uintptr_t old_ptr, std::int64_t numel, std::uintptr_t message_ptr,
+         std::uintptr_t workspace_ptr, std::uintptr_t stream) {
+        zcomm::cuda::EncodeUlps(reinterpret_cast<const std::uint16_t*>(new_ptr),
+                                reinterpret_cast<const std::uint16_t*>(old_ptr), Size("numel", numel),
+                                reinterpret_cast<std::uint8_t*>(message_ptr), reinterpret_cast<void*>(workspace_ptr),
+                                MakeStream(stream));
+      },
+      release, "new_ptr"_a, "old_ptr"_a, "numel"_a, "message_ptr"_a, "workspace_ptr"_a, "stream"_a);
+  m.def(
+      "cuda_ulps_decode",
+      [](std::uintptr_t message_ptr, std::int64_t message_nbytes, std::uintptr_t values_ptr, std::int64_t numel,
+         std::uintptr_t workspace_ptr, std::uintptr_t is_valid_ptr, std::uintptr_t stream) {
+        zcomm::cuda::DecodeUlps(reinterpret_cast<const std::uint8_t*>(message_ptr),
+                                Size("message_nbytes", message_nbytes), reinterpret_cast<std::uint16_t*>(values_ptr),
+                                Size("numel", numel), reinterpret_cast<void*>(workspace_ptr), Flag(is_valid_ptr),
+                                MakeStream(stream));
+      },
+      release, "message_ptr"_a, "message_nbytes"_a, "values_ptr"_a, "numel"_a, "workspace_ptr"_a, "is_valid_ptr"_a,
+      "stream"_a);
 }

@@ -21,6 +21,13 @@ struct CudaWarp {
     return __shfl_sync(kAllLanes, word, Lane() + 1);  // modulo 32
   }
   ZCOMM_DEVICE static std::uint32_t MaxOfWarp(std::uint32_t word) { return __reduce_max_sync(kAllLanes, word); }
+  ZCOMM_DEVICE static std::uint32_t Shuffle(std::uint32_t word, std::uint32_t lane) {
+    return __shfl_sync(kAllLanes, word, static_cast<int>(lane));
+  }
+  ZCOMM_DEVICE static std::uint32_t Ballot(bool flag) { return __ballot_sync(kAllLanes, flag); }
+  ZCOMM_DEVICE static void Sync() { __syncwarp(); }
+  ZCOMM_DEVICE static void Add(std::uint32_t* pointer, std::uint32_t word) { atomicAdd(pointer, word); }
+  ZCOMM_DEVICE static void AddShared(std::uint32_t* pointer, std::uint32_t word) { atomicAdd(pointer, word); }
 
   template <class W>
   ZCOMM_DEVICE static W Load(const void* pointer) {

@@ -12,6 +12,10 @@
 //   ShuffleXor(word, mask)        the word of lane (Lane() ^ mask); all lanes call, with one mask
 //   ShuffleNext(word)             the word of lane (Lane() + 1) % 32; all lanes call
 //   MaxOfWarp(word)               the largest word of all lanes; all lanes call
+//   Shuffle(word, lane)           the word of that lane; all lanes call
+//   Ballot(flag)                  bit i: lane i's flag; all lanes call
+//   Sync()                        what lanes wrote before, all see after it; all lanes call
+//   Add(pointer, word)            atomic, device memory; AddShared: the warp's shared memory
 //   Load<W>, Store<W>(pointer)    device memory, aligned to sizeof(W)
 //   Divide(a, b)                  IEEE division
 //   MultiplyAdd(a, b, c)          a * b + c, rounded once
@@ -62,7 +66,7 @@ struct Words1 {
   std::uint32_t w[1];
 };
 
-ZCOMM_DEVICE bool IsAligned(const void* pointer, std::uintptr_t nbytes) {
+ZCOMM_HOST_DEVICE bool IsAligned(const void* pointer, std::uintptr_t nbytes) {
   return reinterpret_cast<std::uintptr_t>(pointer) % nbytes == 0;
 }
 

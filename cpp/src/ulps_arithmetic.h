@@ -115,7 +115,8 @@ ZCOMM_ULPS void ScaleCounts(const std::uint32_t* counts, std::uint32_t num_symbo
   for (std::uint32_t s = 0; s < num_symbols; ++s) total += counts[s];
   std::uint32_t sum = 0;
   for (std::uint32_t s = 0; s < num_symbols; ++s) {
-    const auto scaled = static_cast<std::uint32_t>((static_cast<std::uint64_t>(counts[s]) * kScale + total / 2) / total);
+    const auto scaled =
+        static_cast<std::uint32_t>((static_cast<std::uint64_t>(counts[s]) * kScale + total / 2) / total);
     frequency[s] = counts[s] > 0 && scaled == 0 ? 1U : scaled;
     sum += frequency[s];
   }
@@ -154,6 +155,44 @@ ZCOMM_ULPS std::uint32_t EncodeSymbol(std::uint32_t state, EncodeEntry entry) {
   const auto high = static_cast<std::uint32_t>(static_cast<std::uint64_t>(2U * state) * entry.reciprocal >> 32);
   const std::uint32_t quotient = high >> (entry.packed >> 25);
   return state + (entry.packed >> 13 & (kScale - 1U)) + quotient * (kScale - FrequencyOf(entry.packed));
+}
+
+ZCOMM_ULPS void FillEntries(const std::uint32_t* frequency, std::uint32_t num_symbols, EncodeEntry* entries) {
+  std::uint32_t first = 0;
+  for (std::uint32_t s = 0; s < num_symbols; ++s) {
+    if (frequency[s] > 0) entries[s] = MakeEncodeEntry(frequency[s], first);
+    first += frequency[s];
+  }
+}
+
+// Writes a table, at most two bytes a symbol, and returns its end.
+ZCOMM_ULPS std::uint8_t* WriteTable(const std::uint32_t* frequency, std::uint32_t num_symbols, std::uint8_t* out) {
+  for (std::uint32_t s = 0; s < num_symbols;) {
+    if (frequency[s] == 0) {
+      const std::uint32_t begin = s;
+      while (s < num_symbols && frequency[s] == 0) ++s;
+      *out++ = 0;
+      *out++ = static_cast<std::uint8_t>(s - begin);
+      continue;
+    }
+    const bool is_large = frequency[s] >= 128;
+    *out++ = static_cast<std::uint8_t>(is_large ? 128 + frequency[s] % 128 : frequency[s]);
+    if (is_large) *out++ = static_cast<std::uint8_t>(frequency[s] / 128);
+    ++s;
+  }
+  return out;
+}
+
+// Counts for `direct` from those for kMaxDirectBits; returns the extra bits of all.
+ZCOMM_ULPS std::uint64_t CoarserCounts(const std::uint32_t* counts, std::uint32_t direct, std::uint32_t* coded) {
+  for (std::uint32_t s = 0; s < kMaxSymbols; ++s) coded[s] = 0;
+  std::uint64_t num_extra_bits = 0;
+  for (std::uint32_t s = 0; s < kMaxSymbols; ++s) {
+    const std::uint32_t symbol = Coarser(s, direct);
+    coded[symbol] += counts[s];
+    num_extra_bits += static_cast<std::uint64_t>(counts[s]) * Width(symbol, direct);
+  }
+  return num_extra_bits;
 }
 
 // A slot of the decoder's table: frequency - 1, 12 bits; the slot's number within its symbol, 12 bits; symbol.

@@ -69,9 +69,8 @@ void TakeLanes(Reader* reader, std::uint32_t num_lanes, std::uint32_t num_words,
 }
 
 void CheckEnd(const Lanes& lanes, std::uint32_t num_lanes, const BitReader& extra) {
-  ZCOMM_CHECK(lanes.words == lanes.words_end &&
-                  std::all_of(lanes.states, lanes.states + num_lanes,
-                              [](std::uint32_t state) { return state == kLowestState; }),
+  ZCOMM_CHECK(lanes.words == lanes.words_end && std::all_of(lanes.states, lanes.states + num_lanes,
+                                                            [](std::uint32_t state) { return state == kLowestState; }),
               "words and states of a chunk must be used up");
   ZCOMM_CHECK(extra.at == extra.end, "extra bits of a chunk must be as many as its symbols need");
 }

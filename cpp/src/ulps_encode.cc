@@ -7,96 +7,50 @@
 namespace zcomm::ulps {
 namespace {
 
-// Frequencies of a chunk's symbols, and how each is encoded.
+// Frequencies of a chunk's symbols.
 struct Table {
-  std::uint32_t direct;
   std::uint32_t num_symbols;
   std::uint32_t frequency[kMaxSymbols];
 
-  Table(const std::uint32_t* counts, std::uint32_t direct_bits, std::uint32_t num)
-      : direct(direct_bits), num_symbols(num) {
+  Table(const std::uint32_t* counts, std::uint32_t num) : num_symbols(num) {
     ScaleCounts(counts, num_symbols, frequency);
-  }
-
-  void FillEntries(EncodeEntry* entries) const {
-    std::uint32_t first = 0;
-    for (std::uint32_t s = 0; s < num_symbols; ++s) {
-      if (frequency[s] > 0) entries[s] = MakeEncodeEntry(frequency[s], first);
-      first += frequency[s];
-    }
-  }
-
-  std::uint8_t* Write(std::uint8_t* out) const {
-    for (std::uint32_t s = 0; s < num_symbols;) {
-      if (frequency[s] == 0) {
-        const std::uint32_t begin = s;
-        while (s < num_symbols && frequency[s] == 0) ++s;
-        *out++ = 0;
-        *out++ = static_cast<std::uint8_t>(s - begin);
-        continue;
-      }
-      if (frequency[s] < 128) {
-        *out++ = static_cast<std::uint8_t>(frequency[s]);
-      } else {
-        *out++ = static_cast<std::uint8_t>(128 + frequency[s] % 128);
-        *out++ = static_cast<std::uint8_t>(frequency[s] / 128);
-      }
-      ++s;
-    }
-    return out;
   }
 };
 constexpr std::size_t kMaxTableNbytes = 1 + 2 * kMaxSymbols;
 static_assert(kGapSymbols <= kMaxSymbols, "tables of gaps must fit");
 
-// Counts of symbols for kMaxDirectBits, and of those for fewer direct bits.
-struct Counts {
-  std::uint32_t fine[256] = {};
-  std::uint32_t coded[kMaxSymbols] = {};
-  std::uint64_t num_extra_bits = 0;
-
-  std::uint32_t ChooseDirect(std::uint32_t numel) {
-    const std::uint32_t direct = DirectBits(fine, numel);
-    for (std::uint32_t s = 0; s < kMaxSymbols; ++s) {
-      const std::uint32_t symbol = Coarser(s, direct);
-      coded[symbol] += fine[s];
-      num_extra_bits += static_cast<std::uint64_t>(fine[s]) * Width(symbol, direct);
-    }
-    return direct;
-  }
-};
-
 std::size_t WordsNbytes(std::uint64_t num_bits) { return static_cast<std::size_t>((num_bits + 31) / 32 * 4); }
 std::size_t UpTo4(std::size_t nbytes) { return (nbytes + 3) / 4 * 4; }
 
-// Four tables, because an increment waits for the last one of the same counter.
+// Eight tables, because an increment waits for the last one of the same counter.
 void CountSymbols(const std::uint8_t* symbols, std::size_t numel, std::uint32_t* counts) {
-  std::uint32_t parts[4][256] = {};
+  constexpr std::size_t kTables = 8;
+  std::uint32_t parts[kTables][256] = {};
   std::size_t i = 0;
-  for (; i + 8 <= numel; i += 8) {
+  for (; i + kTables <= numel; i += kTables) {
     std::uint64_t eight = 0;
     std::memcpy(&eight, symbols + i, sizeof(eight));
-    for (int k = 0; k < 8; ++k) ++parts[k % 4][eight >> (8 * k) & 0xFF];
+    for (std::size_t k = 0; k < kTables; ++k) ++parts[k][eight >> (8 * k) & 0xFF];
   }
   for (; i < numel; ++i) ++parts[0][symbols[i]];
-  for (int s = 0; s < 256; ++s) counts[s] = parts[0][s] + parts[1][s] + parts[2][s] + parts[3][s];
+  for (const auto& part : parts) {
+    for (std::size_t s = 0; s < 256; ++s) counts[s] += part[s];
+  }
 }
 
 // 0: not smaller than raw.
 std::size_t EncodeDense(const Values& values, std::size_t numel, const std::uint8_t* symbols, std::uint8_t* out) {
-  Counts counts;
-  CountSymbols(symbols, numel, counts.fine);
-  const std::uint32_t direct = counts.ChooseDirect(static_cast<std::uint32_t>(numel));
-  const Table table(counts.coded, direct, NumSymbols(direct));
-  EncodeEntry entries[kMaxSymbols] = {};
-  table.FillEntries(entries);
-  EncodeTable by_symbol;
-  for (std::uint32_t s = 0; s < kMaxSymbols; ++s) {
-    by_symbol.reciprocal[s] = entries[Coarser(s, direct)].reciprocal;
-    by_symbol.packed[s] = entries[Coarser(s, direct)].packed;
-  }
-  const std::size_t extra_nbytes = WordsNbytes(counts.num_extra_bits);
+  std::uint32_t counts[256] = {};
+  CountSymbols(symbols, numel, counts);
+  const std::uint32_t direct = DirectBits(counts, static_cast<std::uint32_t>(numel));
+  std::uint32_t coded[kMaxSymbols];
+  const std::size_t extra_nbytes = WordsNbytes(CoarserCounts(counts, direct, coded));
   if (extra_nbytes >= RawNbytes(numel)) return 0;
+  const Table table(coded, NumSymbols(direct));
+  EncodeEntry entries[kMaxSymbols] = {};
+  FillEntries(table.frequency, table.num_symbols, entries);
+  EncodeTable by_symbol;
+  for (std::uint32_t s = 0; s < kMaxSymbols; ++s) by_symbol.entries[s] = entries[Coarser(s, direct)];
   std::uint8_t* end = out + (RawNbytes(numel) - extra_nbytes);
   std::uint32_t states[kDenseLanes];
   std::fill_n(states, kDenseLanes, kLowestState);
@@ -107,7 +61,8 @@ std::size_t EncodeDense(const Values& values, std::size_t numel, const std::uint
   const auto words_nbytes = static_cast<std::size_t>(end - words);
   StoreU32(head, static_cast<std::uint32_t>(words_nbytes / 2));
   head[4] = static_cast<std::uint8_t>(direct);
-  const std::size_t head_nbytes = UpTo4(static_cast<std::size_t>(table.Write(head + 5) - head));
+  const std::size_t head_nbytes =
+      UpTo4(static_cast<std::size_t>(WriteTable(table.frequency, table.num_symbols, head + 5) - head));
   const std::size_t words_at = head_nbytes + sizeof(states);
   const std::size_t extra_at = words_at + UpTo4(words_nbytes);
   if (extra_at + extra_nbytes >= RawNbytes(numel)) return 0;
@@ -171,31 +126,33 @@ class SparseChunk {
     for (std::size_t i = 0; i < places_.size(); ++i) {
       const std::uint32_t gap = Symbol(Gap(i), kGapDirectBits);
       ++gap_counts_[gap];
-      num_extra_bits_ += Width(gap, kGapDirectBits);
-      ++counts_.fine[symbols_[places_[i]]];
+      num_gap_bits_ += Width(gap, kGapDirectBits);
+      ++counts_[symbols_[places_[i]]];
     }
-    direct_ = counts_.ChooseDirect(static_cast<std::uint32_t>(places_.size()));
-    num_extra_bits_ += counts_.num_extra_bits;
+    direct_ = DirectBits(counts_, static_cast<std::uint32_t>(places_.size()));
   }
 
   std::size_t Write(std::size_t most_nbytes, std::uint8_t* out) const {
-    const Table gaps(gap_counts_, kGapDirectBits, kGapSymbols);
-    const Table changes(counts_.coded, direct_, NumSymbols(direct_));
+    std::uint32_t coded[kMaxSymbols];
+    const std::uint64_t num_extra_bits = num_gap_bits_ + CoarserCounts(counts_, direct_, coded);
+    const Table gaps(gap_counts_, kGapSymbols);
+    const Table changes(coded, NumSymbols(direct_));
     std::uint32_t states[kSparseLanes];
     std::fill_n(states, kSparseLanes, kLowestState);
     std::vector<std::uint16_t> words(2 * places_.size());
-    const auto first_word = static_cast<std::size_t>(Encode(gaps, changes, states, words.data() + words.size()) -
-                                                     words.data());
+    const auto first_word =
+        static_cast<std::size_t>(Encode(gaps, changes, states, words.data() + words.size()) - words.data());
     const std::size_t num_words = words.size() - first_word;
     std::uint8_t head[8 + 2 * kMaxTableNbytes + 3] = {};
     StoreU32(head, static_cast<std::uint32_t>(places_.size()));
     StoreU32(head + 4, static_cast<std::uint32_t>(num_words));
-    std::uint8_t* at = gaps.Write(head + 8);
+    std::uint8_t* at = WriteTable(gaps.frequency, gaps.num_symbols, head + 8);
     *at++ = static_cast<std::uint8_t>(direct_);
-    const std::size_t head_nbytes = UpTo4(static_cast<std::size_t>(changes.Write(at) - head));
+    const std::size_t head_nbytes =
+        UpTo4(static_cast<std::size_t>(WriteTable(changes.frequency, changes.num_symbols, at) - head));
     const std::size_t words_at = head_nbytes + sizeof(states);
     const std::size_t extra_at = words_at + UpTo4(2 * num_words);
-    const std::size_t nbytes = extra_at + WordsNbytes(num_extra_bits_);
+    const std::size_t nbytes = extra_at + WordsNbytes(num_extra_bits);
     if (nbytes >= most_nbytes) return 0;
     std::memset(out + extra_at - 4, 0, 4);
     std::memcpy(out, head, head_nbytes);
@@ -212,8 +169,8 @@ class SparseChunk {
   std::uint16_t* Encode(const Table& gaps, const Table& changes, std::uint32_t* states, std::uint16_t* words) const {
     EncodeEntry of_gaps[kMaxSymbols] = {};
     EncodeEntry of_changes[kMaxSymbols] = {};
-    gaps.FillEntries(of_gaps);
-    changes.FillEntries(of_changes);
+    FillEntries(gaps.frequency, gaps.num_symbols, of_gaps);
+    FillEntries(changes.frequency, changes.num_symbols, of_changes);
     const auto encode = [&](std::uint32_t lane, EncodeEntry entry) {
       std::uint32_t state = states[lane];
       if (IsFull(state, entry.packed)) {
@@ -250,9 +207,9 @@ class SparseChunk {
   Values values_;
   const std::uint8_t* symbols_;
   std::vector<std::uint32_t> places_;
-  std::uint32_t gap_counts_[kMaxSymbols] = {};
-  Counts counts_;
-  std::uint64_t num_extra_bits_ = 0;
+  std::uint32_t gap_counts_[kGapSymbols] = {};
+  std::uint32_t counts_[256] = {};
+  std::uint64_t num_gap_bits_ = 0;
   std::uint32_t direct_ = 0;
 };
 

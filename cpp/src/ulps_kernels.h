@@ -9,8 +9,7 @@ namespace zcomm::ulps {
 
 // By the symbol for kMaxDirectBits.
 struct EncodeTable {
-  std::uint32_t reciprocal[256];
-  std::uint32_t packed[256];
+  EncodeEntry entries[256];
 };
 
 // Bits from the lowest of u32 on.

@@ -25,15 +25,15 @@ inline std::uint32_t LoadWord(const std::uint8_t* from) {
 inline std::uint8_t* EncodeLanes(const std::uint8_t* symbols, std::size_t count, const EncodeTable& table,
                                  std::uint8_t* words, std::uint32_t* states) {
   for (std::size_t lane = count; lane-- > 0;) {
-    const std::uint32_t packed = table.packed[symbols[lane]];
+    const EncodeEntry entry = table.entries[symbols[lane]];
     std::uint32_t state = states[lane];
-    if (IsFull(state, packed)) {
+    if (IsFull(state, entry.packed)) {
       const auto word = static_cast<std::uint16_t>(state);
       words -= sizeof(word);
       std::memcpy(words, &word, sizeof(word));
       state >>= 16;
     }
-    states[lane] = EncodeSymbol(state, {table.reciprocal[symbols[lane]], packed});
+    states[lane] = EncodeSymbol(state, entry);
   }
   return words;
 }
@@ -164,8 +164,7 @@ bool Apply(const std::uint8_t* symbols, std::uint32_t direct, std::size_t numel,
     bits.buffer >>= width;
     bits.num_bits -= width;
     // Less the change that the loop below adds.
-    values[i] = static_cast<std::uint16_t>(
-        Order((Order(values[i]) + Unzigzag(z) - Unzigzag(symbols[i])) & 0xFFFFU));
+    values[i] = static_cast<std::uint16_t>(Order((Order(values[i]) + Unzigzag(z) - Unzigzag(symbols[i])) & 0xFFFFU));
     return true;
   });
   *extra = bits;

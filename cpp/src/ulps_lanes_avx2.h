@@ -15,6 +15,13 @@ inline __m256i JoinBytes(__m256i a, __m256i b, __m256i c, __m256i d) {
   return _mm256_permutevar8x32_epi32(joined, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
 }
 
+// The even (kSelect 0x88) or odd (0xDD) words of two vectors.
+template <int kSelect>
+inline __m256i JoinWords(__m256i a, __m256i b) {
+  const __m256 joined = _mm256_shuffle_ps(_mm256_castsi256_ps(a), _mm256_castsi256_ps(b), kSelect);
+  return _mm256_permute4x64_epi64(_mm256_castps_si256(joined), 0xD8);
+}
+
 inline __m256i ChangesOf(const std::uint16_t* new_bits, const std::uint16_t* old_bits) {
   const __m256i change = _mm256_sub_epi16(OrderVector(LoadVector(new_bits)), OrderVector(LoadVector(old_bits)));
   return _mm256_xor_si256(_mm256_slli_epi16(change, 1), _mm256_srai_epi16(change, 15));
@@ -36,10 +43,9 @@ inline std::size_t SymbolsOfGroup(const std::uint16_t* new_bits, const std::uint
   const __m256i packed = _mm256_packus_epi16(_mm256_min_epu16(first, most), _mm256_min_epu16(second, most));
   __m256i bytes = _mm256_permute4x64_epi64(packed, 0xD8);
   if (_mm256_movemask_epi8(bytes) != 0) {
-    const __m256i coarse = JoinBytes(CoarseSymbols(_mm256_castsi256_si128(first)),
-                                     CoarseSymbols(_mm256_extracti128_si256(first, 1)),
-                                     CoarseSymbols(_mm256_castsi256_si128(second)),
-                                     CoarseSymbols(_mm256_extracti128_si256(second, 1)));
+    const __m256i coarse =
+        JoinBytes(CoarseSymbols(_mm256_castsi256_si128(first)), CoarseSymbols(_mm256_extracti128_si256(first, 1)),
+                  CoarseSymbols(_mm256_castsi256_si128(second)), CoarseSymbols(_mm256_extracti128_si256(second, 1)));
     bytes = _mm256_blendv_epi8(bytes, coarse, bytes);
   }
   StoreVector(symbols, bytes);
@@ -113,25 +119,28 @@ struct Round {
 
   static std::uint8_t* EncodeVector(const std::uint8_t* symbols, const EncodeTable& table, std::uint8_t* words,
                                     __m256i* states) {
+    // A gather costs by its lanes: both words of an entry in one.
     const __m256i index = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(symbols)));
-    const __m256i reciprocal = _mm256_i32gather_epi32(reinterpret_cast<const int*>(table.reciprocal), index, 4);
-    const __m256i packed = _mm256_i32gather_epi32(reinterpret_cast<const int*>(table.packed), index, 4);
+    const auto* entries = reinterpret_cast<const long long*>(table.entries);
+    const __m256i low = _mm256_i32gather_epi64(entries, _mm256_castsi256_si128(index), 8);
+    const __m256i high = _mm256_i32gather_epi64(entries, _mm256_extracti128_si256(index, 1), 8);
+    const __m256i reciprocal = JoinWords<0x88>(low, high);
+    const __m256i packed = JoinWords<0xDD>(low, high);
     const __m256i frequency = _mm256_and_si256(packed, _mm256_set1_epi32(0x1FFF));
     const __m256i is_below = _mm256_cmpgt_epi32(frequency, _mm256_srli_epi32(*states, 31 - kScaleBits));
     const auto mask = static_cast<unsigned>(~_mm256_movemask_ps(_mm256_castsi256_ps(is_below))) & 0xFFU;
-    const __m256i low = _mm256_and_si256(*states, _mm256_set1_epi32(0xFFFF));
-    const __m128i halves = _mm_packus_epi32(_mm256_castsi256_si128(low), _mm256_extracti128_si256(low, 1));
+    const __m256i halves32 = _mm256_and_si256(*states, _mm256_set1_epi32(0xFFFF));
+    const __m128i halves = _mm_packus_epi32(_mm256_castsi256_si128(halves32), _mm256_extracti128_si256(halves32, 1));
     const __m128i to_end = _mm_load_si128(reinterpret_cast<const __m128i*>(kShuffles.to_end[mask]));
     _mm_storeu_si128(reinterpret_cast<__m128i*>(words - 16), _mm_shuffle_epi8(halves, to_end));
     const __m256i state = _mm256_blendv_epi8(_mm256_srli_epi32(*states, 16), *states, is_below);
     const __m256i twice = _mm256_add_epi32(state, state);
     const __m256i even = _mm256_srli_epi64(_mm256_mul_epu32(twice, reciprocal), 32);
     const __m256i odd = _mm256_mul_epu32(_mm256_srli_epi64(twice, 32), _mm256_srli_epi64(reciprocal, 32));
-    const __m256i quotient =
-        _mm256_srlv_epi32(_mm256_blend_epi32(even, odd, 0xAA), _mm256_srli_epi32(packed, 25));
+    const __m256i quotient = _mm256_srlv_epi32(_mm256_blend_epi32(even, odd, 0xAA), _mm256_srli_epi32(packed, 25));
     const __m256i before = _mm256_and_si256(_mm256_srli_epi32(packed, 13), _mm256_set1_epi32(kScale - 1));
-    const __m256i others = _mm256_sub_epi32(_mm256_set1_epi32(kScale), frequency);
-    *states = _mm256_add_epi32(_mm256_add_epi32(state, before), _mm256_mullo_epi32(quotient, others));
+    const __m256i rest = _mm256_sub_epi32(_mm256_set1_epi32(kScale), frequency);
+    *states = _mm256_add_epi32(_mm256_add_epi32(state, before), _mm256_mullo_epi32(quotient, rest));
     return words - 2 * static_cast<unsigned>(__builtin_popcount(mask));
   }
 

@@ -73,9 +73,14 @@ struct Round {
 
   static std::uint8_t* EncodeVector(const std::uint8_t* symbols, const EncodeTable& table, std::uint8_t* words,
                                     __m512i* states) {
+    // A gather costs by its lanes: both words of an entry in one.
     const __m512i index = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(symbols)));
-    const __m512i reciprocal = _mm512_i32gather_epi32(index, table.reciprocal, 4);
-    const __m512i packed = _mm512_i32gather_epi32(index, table.packed, 4);
+    const __m512i some = _mm512_i32gather_epi64(_mm512_castsi512_si256(index), table.entries, 8);
+    const __m512i others = _mm512_i32gather_epi64(_mm512_extracti64x4_epi64(index, 1), table.entries, 8);
+    const __m512i even_words = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+    const __m512i odd_words = _mm512_setr_epi32(1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+    const __m512i reciprocal = _mm512_permutex2var_epi32(some, even_words, others);
+    const __m512i packed = _mm512_permutex2var_epi32(some, odd_words, others);
     const __m512i frequency = _mm512_and_si512(packed, _mm512_set1_epi32(0x1FFF));
     const __mmask16 is_full = _mm512_cmpge_epi32_mask(_mm512_srli_epi32(*states, 31 - kScaleBits), frequency);
     const auto count = static_cast<unsigned>(__builtin_popcount(is_full));
@@ -89,8 +94,8 @@ struct Round {
     const __m512i product = _mm512_mask_blend_epi32(0xAAAA, even, odd);
     const __m512i quotient = _mm512_srlv_epi32(product, _mm512_srli_epi32(packed, 25));
     const __m512i before = _mm512_and_si512(_mm512_srli_epi32(packed, 13), _mm512_set1_epi32(kScale - 1));
-    const __m512i others = _mm512_sub_epi32(_mm512_set1_epi32(kScale), frequency);
-    *states = _mm512_add_epi32(_mm512_add_epi32(state, before), _mm512_mullo_epi32(quotient, others));
+    const __m512i rest = _mm512_sub_epi32(_mm512_set1_epi32(kScale), frequency);
+    *states = _mm512_add_epi32(_mm512_add_epi32(state, before), _mm512_mullo_epi32(quotient, rest));
     return words - 2 * count;
   }
 

@@ -39,6 +39,23 @@ class EmulatedWarp {
     return *std::max_element(words.begin(), words.end());
   }
 
+  static std::uint32_t Shuffle(std::uint32_t word, std::uint32_t lane) {
+    EXPECT(lane < 32, "lane %u", lane);
+    return current_->Synchronize(word, kShuffle)[lane];
+  }
+
+  static std::uint32_t Ballot(bool flag) {
+    const auto& flags = current_->Synchronize(flag ? 1U : 0U, kBallot);
+    std::uint32_t mask = 0;
+    for (std::size_t lane = 0; lane < 32; ++lane) mask |= flags[lane] << lane;
+    return mask;
+  }
+
+  static void Sync() { current_->Synchronize(0, kSync); }
+
+  static void Add(std::uint32_t* pointer, std::uint32_t word) { Store(pointer, Load<std::uint32_t>(pointer) + word); }
+  static void AddShared(std::uint32_t* pointer, std::uint32_t word) { *pointer += word; }
+
   template <class W>
   static W Load(const void* pointer) {
     Touch(pointer, sizeof(W), "load");
@@ -93,6 +110,9 @@ class EmulatedWarp {
  private:
   static constexpr int kMax = -1;
   static constexpr int kNext = -2;
+  static constexpr int kShuffle = -3;
+  static constexpr int kBallot = -4;
+  static constexpr int kSync = -5;
   static constexpr std::size_t kStackNbytes = std::size_t{1} << 18;
   using Words = std::array<std::uint32_t, 32>;
 

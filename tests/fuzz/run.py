@@ -28,7 +28,7 @@ from tests.fuzz.targets import Target, make_targets
 
 ROOT = Path(__file__).parents[2]
 CORPUS, FINDINGS = ROOT / "tests" / "fuzz" / "corpus", ROOT / "tests" / "fuzz" / "findings"
-NATIVE = ("decode", "checked_file")
+NATIVE = ("decode", "checked_file", "ulps")
 BUILD = ROOT / "build-fuzz"
 EMPTY = 'extern "C" int LLVMFuzzerTestOneInput(const unsigned char*, unsigned long) { return 0; }'
 WORDS = [

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -127,12 +128,12 @@ def _damaged(message: Tensor, draw: np.random.Generator) -> Tensor:
     return _signed(torch.from_numpy(data[: data.size // 4 * 4].copy()))
 
 
-def _decoded(module: object, message: Tensor, old: np.ndarray) -> np.ndarray | None:
+def _decoded(module: ModuleType, message: Tensor, old: np.ndarray) -> np.ndarray | None:
     """None if the message is refused."""
     room = torch.full((old.size + 64,), 7, dtype=torch.int16)
     room[32:-32] = _tensor(old).view(torch.int16)
     try:
-        module.decode(message, room[32:-32].view(torch.bfloat16))  # type: ignore[attr-defined]
+        module.decode(message, room[32:-32].view(torch.bfloat16))
     except MessageError:
         return None
     finally:
@@ -161,6 +162,10 @@ def compare_with_the_reference(seed: int, cases: int) -> None:
                 np.testing.assert_array_equal(got, expected, context)
 
 
+GOLDEN = sorted((Path(__file__).parents[1] / "golden" / "ulps").glob("*.npz"))
+NAMES = list(_steps(np.random.default_rng(0), 1))
+
+
 @pytest.mark.parametrize("level", ["baseline", "avx2", "avx512"])
 def test_all_levels_agree_with_the_reference(level: str) -> None:
     call = f"from tests.zcomm.test_ulps import compare_with_the_reference as compare; compare({SEED}, 150)"
@@ -186,7 +191,15 @@ def test_chunks_are_the_references(name: str) -> None:
     _same(_changed(old, steps), old)
 
 
-NAMES = list(_steps(np.random.default_rng(0), 1))
+@pytest.mark.parametrize("module", [ulps, ulps_reference], ids=["ulps", "reference"])
+@pytest.mark.parametrize("path", GOLDEN, ids=lambda path: path.stem)
+def test_golden_messages(module: ModuleType, path: Path) -> None:
+    golden = np.load(path)
+    new, old = _tensor(golden["new"]), _tensor(golden["old"])
+    message = torch.zeros(module.max_message_nbytes(new.numel()), dtype=torch.uint8)
+    used = module.encode(new, old, message)
+    assert message[:used].numpy().tobytes() == golden["message"].tobytes()
+    np.testing.assert_array_equal(_decoded(module, torch.from_numpy(golden["message"]), golden["old"]), golden["new"])
 
 
 @pytest.mark.parametrize("name", NAMES)

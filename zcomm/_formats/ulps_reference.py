@@ -13,16 +13,16 @@ z (0, -1, 1, -2, ... become 0, 1, 2, 3, ...) is what is coded, in chunks of 2^k 
     DENSE   | words u32 | table of changes | 0 | 32 states | words | 0 | extra bits |
     RAW     the new bits
 
-U1  Everything is little endian. Every part starts on a multiple of 4 bytes, but for the second table.
-U2  A change z is symbol z if z < 2^d, for a d in the table. Otherwise its two highest bits, of which the first is 2^e,
+Z1  Everything is little endian. Every part starts on a multiple of 4 bytes, but for the second table.
+Z2  A change z is symbol z if z < 2^d, for a d in the table. Otherwise its two highest bits, of which the first is 2^e,
     are symbol 2^d + 2 * (e - d) + the second, and the others e - 1 extra bits. So is a gap, the number of zeros before
     a change, with d = 1. Extra bits are in the order of elements (gap before change), from the lowest bit of u32.
-U3  Symbols are coded by interleaved range asymmetric numeral systems (rANS, arXiv:1311.2540) with frequencies of sum
+Z3  Symbols are coded by interleaved range asymmetric numeral systems (rANS, arXiv:1311.2540) with frequencies of sum
     2^12, states in [2^15, 2^31) and words of 16 bits. Dense: lane i holds elements i, i + 32, ... Sparse: lane i holds
     changes i, i + 4, ... and of four changes first the gaps, then the values. Lanes take their words in order.
-U4  A table is a byte d (not for gaps), then for each symbol its frequency f: a byte if f < 128; for larger ones a byte
+Z4  A table is a byte d (not for gaps), then for each symbol its frequency f: a byte if f < 128; for larger ones a byte
     128 + f % 128 and a byte f / 128; and for a run of absent symbols a byte 0 and a byte with its length.
-U5  The bytes are a function of the changes alone (RAW: of the new bits): `frequencies`, `direct_bits`, `chunk_bits` and
+Z5  The bytes are a function of the changes alone (RAW: of the new bits): `frequencies`, `direct_bits`, `chunk_bits` and
     the choice of kinds are part of the format. Sparse messages have longer chunks, so that tables cost little.
 """
 
@@ -199,12 +199,12 @@ def _decode_chunk(kind: int, payload: bytes, bits: Bits) -> None:
         _check(len(payload) == _up_to_4(2 * bits.size), "a raw chunk must hold every element")
         bits[:] = np.frombuffer(payload, "<u2", bits.size)
         return
-    reader = _Reader(payload)
+    reader = _Parts(payload)
     changes = _decode_sparse(reader, bits.size) if kind == SPARSE else _decode_dense(reader, bits.size)
     bits[:] = _ordered((_ordered(bits) + ((changes >> 1) ^ -(changes & 1))).astype(np.uint16))
 
 
-def _decode_dense(reader: _Reader, numel: int) -> Integers:
+def _decode_dense(reader: _Parts, numel: int) -> Integers:
     (num_words,) = struct.unpack("<I", reader.take(4))
     direct, table = _unpack_changes_table(reader)
     reader.align()
@@ -215,7 +215,7 @@ def _decode_dense(reader: _Reader, numel: int) -> Integers:
     return _joined(flat, direct, _unpack_bits(reader.rest(), _widths(flat, direct)))
 
 
-def _decode_sparse(reader: _Reader, numel: int) -> Integers:
+def _decode_sparse(reader: _Parts, numel: int) -> Integers:
     num_changes, num_words = struct.unpack("<II", reader.take(8))
     _check(num_changes <= numel, f"changes must be at most as many as elements: {num_changes}, {numel}")
     gap_table = _unpack_table(reader, GAP_SYMBOLS)
@@ -300,7 +300,7 @@ def _encode_rounds(rounds: Sequence[tuple[Table, Integers]], lanes: int) -> tupl
     return states.astype("<u4").tobytes(), np.concatenate(words[::-1]).astype("<u2").tobytes()
 
 
-class _Reader:
+class _Parts:
     """The parts of a payload, one after another."""
 
     def __init__(self, payload: bytes) -> None:
@@ -321,7 +321,7 @@ class _Reader:
 class _Decoder:
     """States and words of a chunk."""
 
-    def __init__(self, reader: _Reader, lanes: int, num_words: int) -> None:
+    def __init__(self, reader: _Parts, lanes: int, num_words: int) -> None:
         self._states = np.frombuffer(reader.take(4 * lanes), "<u4").astype(np.int64)
         in_range = (self._states >= LOWEST_STATE) & (self._states < 1 << 31)
         _check(bool(in_range.all()), "states must be in range")
@@ -361,7 +361,7 @@ def _pack_table(table: Table) -> bytes:
     return bytes(packed)
 
 
-def _unpack_table(reader: _Reader, num_symbols: int) -> Table:
+def _unpack_table(reader: _Parts, num_symbols: int) -> Table:
     frequency: list[int] = []
     while len(frequency) < num_symbols:
         (low,) = reader.take(1)
@@ -374,7 +374,7 @@ def _unpack_table(reader: _Reader, num_symbols: int) -> Table:
     return _table(np.array(frequency, np.int64))
 
 
-def _unpack_changes_table(reader: _Reader) -> tuple[int, Table]:
+def _unpack_changes_table(reader: _Parts) -> tuple[int, Table]:
     (direct,) = reader.take(1)
     _check(1 <= direct <= MAX_DIRECT_BITS, f"a table must have 1 to {MAX_DIRECT_BITS} direct bits: {direct}")
     return direct, _unpack_table(reader, _num_symbols(direct))

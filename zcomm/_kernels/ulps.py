@@ -29,7 +29,7 @@ def encode(new: Tensor, old: Tensor, message: Tensor) -> int:
     Args:
         new: [n], contiguous, on the CPU, bf16 or fp16. Does not overlap ``message``.
         old: As ``new``.
-        message: uint8 [at least max_message_nbytes(n)].
+        message: uint8 [at least max_message_nbytes(n)], all of which may be overwritten.
 
     Returns:
         The bytes used, a multiple of 4: the same for the same bits on every machine.
@@ -82,7 +82,13 @@ def message_nbytes(head: Tensor) -> int:
         MessageError: It is not the start of a message.
     """
     _check_message("head", head, 0)
-    return ulps_reference.message_nbytes(head)
+    if not _uses_native():
+        return ulps_reference.message_nbytes(head)
+    try:
+        nbytes: int = calls.module.ulps_message_nbytes(head.data_ptr(), head.numel())
+    except ValueError as error:
+        raise MessageError(f"changes in ulps: {error}") from error
+    return nbytes
 
 
 def _uses_native() -> bool:

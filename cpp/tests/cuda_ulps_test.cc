@@ -1,0 +1,196 @@
+// Compares the bodies of the CUDA kernels for changes in ulps, on emulated warps, with the CPU's, bit for bit.
+
+#include <algorithm>
+
+#include "emulated_warp.h"
+#include "ulps_chunks.h"
+#include "ulps_encode.h"
+#include "zcomm/ulps.h"
+
+namespace zcomm::cuda {
+namespace {
+
+using Bits = std::vector<std::uint16_t>;
+using Message = std::vector<std::uint32_t>;  // so that it is aligned
+
+constexpr std::uint32_t kWarpsOfSums = 3;
+constexpr std::uint32_t kGuard = 0xABABABAB;
+
+Message Padded(const std::uint8_t* data, std::size_t nbytes) {
+  Message words(nbytes / 4 + 1, kGuard);
+  std::memcpy(words.data(), data, nbytes);
+  return words;
+}
+
+// In any order: warps do not wait for each other.
+template <class Body>
+void RunWarps(std::uint32_t count, Random* random, const Body& body) {
+  std::vector<std::uint32_t> order(count);
+  std::iota(order.begin(), order.end(), 0U);
+  for (std::uint32_t i = count; i > 1; --i) std::swap(order[i - 1], order[random->Below(i)]);
+  for (const std::uint32_t warp : order) {
+    EmulatedWarp::Run([&] { body(warp); }, random);
+  }
+}
+
+std::uint32_t WarpsOfChunks(std::size_t numel) {
+  return static_cast<std::uint32_t>(std::max<std::uint64_t>(1, UlpsChunks(numel, ulps::kDenseChunkBits)));
+}
+
+Message EncodedByWarps(const Bits& new_bits, const Bits& old_bits, Random* random) {
+  const std::size_t numel = new_bits.size();
+  Message message(UlpsMaxMessageNbytes(numel) / 4 + 1, kGuard);
+  std::vector<std::uint32_t> entries(WarpsOfChunks(numel), kGuard);
+  Message places(UlpsPlacesNbytes(numel) / 4, kGuard);
+  UlpsSums sums{0, 0};
+  EmulatedWarp::allowed = {{new_bits.data(), 2 * numel},
+                           {old_bits.data(), 2 * numel},
+                           {message.data(), UlpsMaxMessageNbytes(numel)},
+                           {entries.data(), 4 * entries.size()},
+                           {places.data(), 4 * places.size()},
+                           {&sums, sizeof(sums)}};
+  const UlpsEncodeArguments a{new_bits.data(),
+                              old_bits.data(),
+                              numel,
+                              reinterpret_cast<std::uint8_t*>(message.data()),
+                              &sums,
+                              entries.data(),
+                              reinterpret_cast<std::uint8_t*>(places.data())};
+  static UlpsShared shared;
+  RunWarps(kWarpsOfSums, random, [&](std::uint32_t warp) { SampleUlps<EmulatedWarp>(a, warp, kWarpsOfSums); });
+  RunWarps(WarpsOfChunks(numel), random, [&](std::uint32_t warp) { EncodeUlps<EmulatedWarp>(a, warp, &shared); });
+  RunWarps(kWarpsOfSums, random, [&](std::uint32_t warp) { PlaceUlps<EmulatedWarp>(a, warp, kWarpsOfSums); });
+  RunWarps(1, random, [&](std::uint32_t) { FinishUlps<EmulatedWarp>(a); });
+  EmulatedWarp::allowed.clear();
+  EXPECT(message.back() == kGuard, "a word after the message is written");
+  return message;
+}
+
+// False: refused.
+bool DecodedByWarps(const Message& message, std::size_t nbytes, Bits* values, Random* random) {
+  const std::size_t numel = values->size();
+  UlpsSums sums{0, 0};
+  std::int32_t is_valid = 1;
+  EmulatedWarp::allowed = {
+      {message.data(), nbytes}, {values->data(), 2 * numel}, {&sums, sizeof(sums)}, {&is_valid, sizeof(is_valid)}};
+  const UlpsDecodeArguments a{
+      reinterpret_cast<const std::uint8_t*>(message.data()), nbytes, values->data(), numel, &sums, &is_valid};
+  static UlpsShared shared;
+  RunWarps(kWarpsOfSums, random, [&](std::uint32_t warp) { SumUlps<EmulatedWarp>(a, warp, kWarpsOfSums); });
+  RunWarps(WarpsOfChunks(numel), random, [&](std::uint32_t warp) { DecodeUlps<EmulatedWarp>(a, warp, &shared); });
+  EmulatedWarp::allowed.clear();
+  return is_valid == 1;
+}
+
+bool DecodedByCpu(const Message& message, std::size_t nbytes, Bits* values) {
+  try {
+    zcomm::DecodeUlps(reinterpret_cast<const std::uint8_t*>(message.data()), nbytes, values->data(), values->size());
+  } catch (const std::invalid_argument&) {
+    return false;
+  }
+  return true;
+}
+
+Message EncodedByCpu(const Bits& new_bits, const Bits& old_bits, std::size_t* nbytes) {
+  std::vector<std::uint8_t> room(UlpsMaxMessageNbytes(new_bits.size()));
+  *nbytes = zcomm::EncodeUlps(new_bits.data(), old_bits.data(), new_bits.size(), room.data(), room.size());
+  return Padded(room.data(), *nbytes);
+}
+
+// A change of each element with the probability 1 / `one_in`, of a size that `octaves` bound.
+Bits Moved(const Bits& old_bits, std::uint32_t one_in, std::uint32_t octaves, Random* random) {
+  Bits bits = old_bits;
+  for (std::uint16_t& b : bits) {
+    if (random->Below(one_in) != 0) continue;
+    const std::uint32_t z = random->Next() & ((1U << random->Below(octaves + 1)) - 1U);
+    b = static_cast<std::uint16_t>(ulps::Changed(b, z & 0xFFFFU));
+  }
+  return bits;
+}
+
+Bits AnyBits(std::size_t numel, Random* random) {
+  Bits bits(numel);
+  for (std::uint16_t& b : bits) b = static_cast<std::uint16_t>(random->Next());
+  return bits;
+}
+
+void CheckSame(const Bits& new_bits, const Bits& old_bits, Random* random) {
+  const std::size_t numel = new_bits.size();
+  std::size_t nbytes = 0;
+  const Message expected = EncodedByCpu(new_bits, old_bits, &nbytes);
+  const Message got = EncodedByWarps(new_bits, old_bits, random);
+  for (std::size_t i = 0; i < nbytes / 4; ++i) {
+    EXPECT(got[i] == expected[i], "word %zu of %zu is %x, expected %x; %zu elements", i, nbytes / 4, got[i],
+           expected[i], numel);
+  }
+  Bits values = old_bits;
+  EXPECT(DecodedByWarps(expected, nbytes, &values, random) && values == new_bits, "%zu elements", numel);
+  if (nbytes > kUlpsHeadBytes) {
+    Message damaged = expected;
+    damaged[random->Below(static_cast<std::uint32_t>(nbytes / 4))] ^= 1U << random->Below(32);
+    values = old_bits;
+    EXPECT(!DecodedByWarps(damaged, nbytes, &values, random) && values == old_bits, "damage is not seen");
+    EXPECT(!DecodedByWarps(expected, nbytes - 4, &values, random) && values == old_bits, "a short message");
+  }
+}
+
+void CheckSizes(Random* random) {
+  for (const std::size_t numel : {0, 1, 2, 31, 32, 33, 127, 128, 129, 160, 500, 1000, 4097}) {
+    const Bits old_bits = AnyBits(numel, random);
+    for (const std::uint32_t one_in : {1U, 14U, 20U, 200U}) {
+      for (const std::uint32_t octaves : {0U, 1U, 3U, 7U, 9U, 16U}) {
+        CheckSame(Moved(old_bits, one_in, octaves, random), old_bits, random);
+      }
+    }
+    CheckSame(AnyBits(numel, random), old_bits, random);
+  }
+}
+
+void CheckChunks(Random* random) {
+  const std::size_t numel = (std::size_t{1} << ulps::kDenseChunkBits) + 501;
+  const Bits old_bits = AnyBits(numel, random);
+  CheckSame(Moved(old_bits, 2, 4, random), old_bits, random);
+  CheckSame(Moved(old_bits, 500, 4, random), old_bits, random);
+  const Bits longer = AnyBits((std::size_t{1} << ulps::kSparseChunkBits) + 77, random);
+  CheckSame(Moved(longer, 3000, 2, random), longer, random);
+}
+
+// Content that does not fit, under checksums that do: refused or decoded as by the CPU, and nothing else is touched.
+void CheckHostile(Random* random) {
+  std::size_t accepted = 0;
+  for (int i = 0; i < 1500; ++i) {
+    const Bits old_bits = AnyBits(1 + random->Below(1500), random);
+    const std::uint32_t one_in[] = {1, 16, 40};
+    std::size_t nbytes = 0;
+    Message message =
+        EncodedByCpu(Moved(old_bits, one_in[random->Below(3)], 1 + random->Below(9), random), old_bits, &nbytes);
+    auto* bytes = reinterpret_cast<std::uint8_t*>(message.data());
+    const auto most = static_cast<std::uint32_t>(nbytes - kUlpsHeadBytes);
+    for (std::uint32_t k = 0; k <= random->Below(3); ++k) {
+      const std::uint32_t spread = std::min(most, 8U << random->Below(9));
+      bytes[kUlpsHeadBytes + random->Below(spread)] = static_cast<std::uint8_t>(random->Next());
+    }
+    const ulps::UlpsKernels& kernels = ulps::BaselineUlpsKernels();
+    message[5] = kernels.checksum(bytes + kUlpsHeadBytes, nbytes / 4 - kUlpsHeadWords, kUlpsHeadWords);
+    message[6] = kernels.checksum(bytes, kUlpsHeadWords - 1, 0);
+    Bits got = old_bits;
+    Bits expected = old_bits;
+    const bool is_valid = DecodedByCpu(message, nbytes, &expected);
+    EXPECT(DecodedByWarps(message, nbytes, &got, random) == is_valid, "case %d: the CPU says %d", i, is_valid);
+    EXPECT(!is_valid || got == expected, "case %d", i);
+    accepted += is_valid ? 1 : 0;
+  }
+  EXPECT(accepted > 20 && accepted < 1400, "%zu", accepted);
+}
+
+}  // namespace
+}  // namespace zcomm::cuda
+
+int main() {
+  zcomm::Random random(20260102);
+  zcomm::cuda::CheckSizes(&random);
+  zcomm::cuda::CheckHostile(&random);
+  zcomm::cuda::CheckChunks(&random);
+  std::puts("ok");
+  return 0;
+}
