@@ -33,7 +33,8 @@ from zero.cli import main
 
 HPZ = {"stage": 3, "mode": "delta_hpz", "ranks_per_node": 2}
 DELTA = {"stage": 2, "mode": "delta", "ranks_per_node": 2}
-SETTINGS: list[dict[str, Any]] = [{"stage": 0}, {"stage": 1}, {"stage": 2}, {"stage": 3}, HPZ, DELTA]
+QUANTIZED = {"stage": 2, "quantized_weights": True}
+SETTINGS: list[dict[str, Any]] = [{"stage": 0}, {"stage": 1}, {"stage": 2}, {"stage": 3}, QUANTIZED, HPZ, DELTA]
 
 
 def _with_buffers(seed: int = 0) -> nn.Module:
@@ -221,7 +222,8 @@ def test_a_subscriber_reads_only_the_patches_it_lacks(tmp_path: Path, published:
         expected = _publish(model, publisher, version)
     with patch.object(manifests, "open_own", wraps=manifests.open_own) as opened:
         assert set(subscriber.update()) == {name for name, _ in model.named_parameters()}
-    assert [call.args[0].parent.name for call in opened.call_args_list] == ["n0000000002", "n0000000003"]
+    read = [call.args[0].parent.name for call in opened.call_args_list]
+    assert read == ["n0000000001", "n0000000002", "n0000000003"], "manifests, the own one first"
     assert subscriber.version == 3
     assert _state_of(ours) == expected
     assert subscriber.update() == []

@@ -480,6 +480,10 @@ def test_a_restarted_publisher_goes_on_with_a_snapshot_and_may_go_back(tmp_path:
     _publish_all(tmp_path, last=1)  # a folder that was deleted
     subscriber.update()
     assert (subscriber.version, _values(ours)) == (1, [1])
+    shutil.rmtree(tmp_path)
+    _publish_all(tmp_path, first=5, last=7, snapshot_every=9, keep=9)  # its only snapshot has the number of the old one
+    subscriber.update()
+    assert (subscriber.version, _values(ours)) == (7, [7])
 
 
 def test_a_full_disk_is_named_and_the_next_publication_has_everything(tmp_path: Path) -> None:

@@ -130,9 +130,9 @@ class Publisher:
                 on_every_rank(partial(self._open, path), self.topology)
             else:
                 self._open(path)
+            self._background = Background(None) if self.topology is None else self.topology.background
         self.folder = path
         """The folder, absolute."""
-        self._background = Background(None) if self.topology is None else self.topology.background
 
     def _open(self, path: Path) -> None:
         if self._rank == 0:
@@ -153,7 +153,7 @@ class Publisher:
             StateError: The publisher is closed, or the version is negative.
         """
         closed = self._is_closed
-        if closed or (version is not None and version < 0):
+        if closed or not 0 <= (version or 0) < 2**63:
             raise StateError(f"the publisher must be open, and versions at least 0: {closed=}, version={version}")
         self.wait()
         changed, error = {}, None
@@ -419,13 +419,15 @@ class _FirstRank:
         """Delete old publications, and layouts that none refers to."""
         numbers = numbers_in(self._folder)
         last_snapshot = newest.number - self._since_snapshot
-        for number in numbers[: -self._keep]:
-            if number < last_snapshot:
-                path = publication_path(self._folder, number)
-                # Renamed first: a subscriber sees all files of a publication, or none.
-                renamed = path.rename(path.with_name(f"{PRUNED}{path.name}"))
-                shutil.rmtree(renamed, ignore_errors=True)
-        used = {read_manifest(self._folder, number).layout for number in numbers_in(self._folder)}
+        old = [number for number in numbers[: -self._keep] if number < last_snapshot]
+        for number in old:
+            path = publication_path(self._folder, number)
+            # Renamed first: a subscriber sees all files of a publication, or none.
+            renamed = path.rename(path.with_name(f"{PRUNED}{path.name}"))
+            shutil.rmtree(renamed, ignore_errors=True)
+        if not old:
+            return
+        used = {read_manifest(self._folder, number).layout for number in numbers if number not in old}
         for path in self._folder.glob("layout-*.json"):
             if path != layout_path(self._folder, newest.layout) and path.stem.removeprefix("layout-") not in used:
                 path.unlink()

@@ -146,12 +146,13 @@ class Subscriber:
         Raises:
             PublicationError: See :meth:`update`.
         """
-        manifests, trouble = self._manifests(numbers)
+        reached = self._reached(numbers)
+        manifests, trouble = self._manifests([number for number in numbers if number > reached])
         snapshots: list[Manifest | None] = [m for m in reversed(manifests) if m.digests is not None]
-        reached = -1 if self._now is None or self._now.number > numbers[-1] else self._now.number
         # First the way with the fewest bytes; None: by patches from here.
         by_patches = 1 if snapshots and self._is_shorter(snapshots[0], manifests) else 0
         for start in [*snapshots[:by_patches], None, *snapshots[by_patches:]]:
+            before = self._now
             try:
                 if start is not None and start.number > reached:
                     self._load(start)
@@ -159,7 +160,7 @@ class Subscriber:
                     self._apply(manifest)
             except PublicationError as error:
                 trouble = trouble or error
-            if self._now is not None and reached < self._now.number <= numbers[-1]:
+            if self._now is not None and self._now is not before:
                 reached = self._now.number
             if reached == numbers[-1]:
                 return
@@ -169,16 +170,24 @@ class Subscriber:
             f"{reason}"
         ) from trouble
 
+    def _reached(self, numbers: list[int]) -> int:
+        """The number of the weights' publication; -1 if the folder was emptied since, and has others by now."""
+        if self._now is None or self._now.number > numbers[-1]:
+            return -1
+        try:
+            run = read_manifest(self._folder, self._now.number).run
+        except PublicationError:  # pruned
+            return self._now.number
+        return self._now.number if run == self._now.run else -1
+
     def _manifests(self, numbers: list[int]) -> tuple[list[Manifest], PublicationError | None]:
-        """The manifests that lead on from here, ascending, and the error of the newest that cannot be read."""
+        """The manifests that can be read, and the error of the newest that cannot."""
         found, trouble = [], None
-        own = -1 if self._now is None or self._now.number > numbers[-1] else self._now.number
         for number in numbers:
-            if number > own:
-                try:
-                    found.append(read_manifest(self._folder, number))
-                except PublicationError as error:
-                    trouble = error
+            try:
+                found.append(read_manifest(self._folder, number))
+            except PublicationError as error:
+                trouble = error
         return found, trouble
 
     def _way(self, manifests: list[Manifest]) -> list[Manifest]:
