@@ -148,7 +148,7 @@ ZCOMM_DEVICE bool ReadUlpsHead(const UlpsDecodeArguments& a, UlpsHead* head) {
   head->nbytes = words[3] | static_cast<std::uint64_t>(words[4]) << 32;
   head->checksum = words[5];
   const bool is_head = (words[0] & 0xFFFFFFU) == (ulps::kMagic | ulps::kVersion << 16) && sum == words[6];
-  const bool has_chunks = head->chunk_bits == ulps::kDenseChunkBits || head->chunk_bits == ulps::kSparseChunkBits;
+  const bool has_chunks = ulps::IsChunkBits(head->chunk_bits);
   if (!is_head || !has_chunks || head->numel != a.numel || head->nbytes > a.capacity || head->nbytes % 4 != 0) {
     return false;
   }

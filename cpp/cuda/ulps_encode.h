@@ -23,8 +23,7 @@ ZCOMM_HOST_DEVICE std::uint64_t UlpsPlacesNbytes(std::uint64_t numel) {
 template <class P>
 ZCOMM_DEVICE std::uint32_t UlpsChunkBits(const UlpsEncodeArguments& a) {
   if (a.numel <= 1ULL << ulps::kDenseChunkBits) return ulps::kDenseChunkBits;
-  const auto changed = P::template Load<std::uint32_t>(&a.sums->changed);
-  return ulps::IsSparse(changed, ulps::kSamples * ulps::kSampleNumel) ? ulps::kSparseChunkBits : ulps::kDenseChunkBits;
+  return ulps::ChunkBitsOf(P::template Load<std::uint32_t>(&a.sums->changed));
 }
 
 template <class P>

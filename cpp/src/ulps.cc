@@ -48,8 +48,7 @@ Head ReadHead(const std::uint8_t* message, std::size_t nbytes) {
   Head head{start >> 24, 0, 0, LoadU32(message + 20)};
   std::memcpy(&head.numel, message + 4, sizeof(head.numel));
   std::memcpy(&head.nbytes, message + 12, sizeof(head.nbytes));
-  ZCOMM_CHECK(head.chunk_bits == kDenseChunkBits || head.chunk_bits == kSparseChunkBits,
-              "a message must have possible chunks: ", head.chunk_bits);
+  ZCOMM_CHECK(IsChunkBits(head.chunk_bits), "a message must have possible chunks: ", head.chunk_bits);
   ZCOMM_CHECK(head.numel < 1ULL << 60, "a message must have a possible size: numel=", head.numel);
   const std::size_t least = kUlpsHeadNbytes + 4 * NumChunks(head.numel, head.chunk_bits);
   ZCOMM_CHECK(head.nbytes % 4 == 0 && least <= head.nbytes && head.nbytes <= UlpsMaxMessageNbytes(head.numel),
@@ -73,7 +72,7 @@ std::uint32_t ChunkBits(const Values& values, std::size_t numel) {
     const std::size_t at = i * (numel / kSamples);
     nonzero += ActiveUlpsKernels().symbols(values.new_bits + at, values.old_bits + at, kSampleNumel, symbols);
   }
-  return IsSparse(static_cast<std::uint32_t>(nonzero), kSamples * kSampleNumel) ? kSparseChunkBits : kDenseChunkBits;
+  return ChunkBitsOf(static_cast<std::uint32_t>(nonzero));
 }
 
 }  // namespace

@@ -16,6 +16,7 @@ inline constexpr std::uint32_t kMagic = 0x4C55;  // "UL"
 inline constexpr std::uint32_t kVersion = 1;
 inline constexpr std::uint32_t kDenseChunkBits = 18;
 inline constexpr std::uint32_t kSparseChunkBits = 20;
+inline constexpr std::uint32_t kRareChunkBits = 22;
 inline constexpr std::uint32_t kSamples = 64;
 inline constexpr std::uint32_t kSampleNumel = 1024;
 
@@ -29,7 +30,7 @@ inline constexpr std::uint32_t kSparseLanes = 4;
 inline constexpr std::uint32_t kMaxDirectBits = 7;
 inline constexpr std::uint32_t kRare = 64;
 inline constexpr std::uint32_t kGapDirectBits = 1;
-inline constexpr std::uint32_t kGapSymbols = 2 + 2 * (kSparseChunkBits - 1);
+inline constexpr std::uint32_t kGapSymbols = 2 + 2 * (kRareChunkBits - 1);
 inline constexpr std::uint32_t kMaxSymbols = (1U << kMaxDirectBits) + 2 * (16 - kMaxDirectBits);
 
 enum Kind : std::uint32_t { kZero = 0, kSparse = 1, kDense = 2, kRaw = 3 };
@@ -95,6 +96,17 @@ ZCOMM_ULPS std::uint32_t Mixed(std::uint32_t word, std::uint32_t index) {
 }
 
 ZCOMM_ULPS bool IsSparse(std::uint32_t nonzero, std::uint32_t numel) { return nonzero * 16U < numel; }
+
+// The binary logarithm of the elements in a chunk, by how many of all samples have changed.
+ZCOMM_ULPS std::uint32_t ChunkBitsOf(std::uint32_t changed) {
+  constexpr std::uint32_t kAll = kSamples * kSampleNumel;
+  if (!IsSparse(changed, kAll)) return kDenseChunkBits;
+  return changed * 128U < kAll ? kRareChunkBits : kSparseChunkBits;
+}
+
+ZCOMM_ULPS bool IsChunkBits(std::uint32_t bits) {
+  return bits == kDenseChunkBits || bits == kSparseChunkBits || bits == kRareChunkBits;
+}
 
 // The direct bits of a table from the counts of symbols for kMaxDirectBits.
 ZCOMM_ULPS std::uint32_t DirectBits(const std::uint32_t* counts, std::uint32_t numel) {

@@ -153,6 +153,7 @@ void CheckChunks(Random* random) {
   CheckSame(Moved(old_bits, 500, 4, random), old_bits, random);
   const Bits longer = AnyBits((std::size_t{1} << ulps::kSparseChunkBits) + 77, random);
   CheckSame(Moved(longer, 3000, 2, random), longer, random);
+  CheckSame(Moved(longer, 40, 2, random), longer, random);
 }
 
 // Content that does not fit, under checksums that do: refused or decoded as by the CPU, and nothing else is touched.

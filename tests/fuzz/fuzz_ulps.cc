@@ -72,7 +72,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
     if (data[2] % 4 == 0) CheckRoundTrip(rest, size - kSwitches, numel);
     if (data[2] % 4 == 1) CheckAnything(rest, size - kSwitches, numel);
     if (data[2] % 4 == 2) CheckBody(rest, size - kSwitches, numel, zcomm::ulps::kDenseChunkBits);
-    if (data[2] % 4 == 3) CheckBody(rest, size - kSwitches, numel, zcomm::ulps::kSparseChunkBits);
+    if (data[2] % 4 == 3) CheckBody(rest, size - kSwitches, numel, zcomm::ulps::kRareChunkBits);
   } catch (const std::invalid_argument&) {
     Expect(data[2] % 4 != 0);
   }

@@ -17,6 +17,8 @@ FOLDER = Path(__file__).parent / "ulps"
 NUMEL = 5003
 LONG_NUMEL = (1 << 20) + 77
 """Two sparse chunks, or five dense ones."""
+RARE_NUMEL = (1 << 22) + 77
+"""Two chunks of few changes."""
 
 
 def _tensor(bits: np.ndarray) -> Tensor:
@@ -46,7 +48,9 @@ def cases() -> dict[str, tuple[np.ndarray, np.ndarray]]:
     made["nothing"] = old[:0], old[:0]
     # Zeros, so that the files are small.
     zeros, rare = np.zeros(LONG_NUMEL, np.uint16), draw.random(LONG_NUMEL)
-    made["sparse_chunks"] = np.where(rare < 0.0005, np.uint16(3), zeros), zeros
+    made["sparse_chunks"] = np.where(rare < 0.01, np.uint16(3), zeros), zeros
+    many = np.zeros(RARE_NUMEL, np.uint16)
+    made["rare_chunks"] = np.where(draw.random(RARE_NUMEL) < 0.0002, np.uint16(3), many), many
     made["dense_chunks"] = (
         np.where(rare < 0.08, np.uint16(0xFFFF), zeros) & np.where(rare < 0.01, 0x8000, 0xFFFF),
         zeros,

@@ -182,10 +182,10 @@ def test_all_levels_agree_with_the_reference_in_thousands_of_cases(level: str) -
     subprocess.run([sys.executable, "-c", call], check=True, cwd=root, env={**os.environ, "ZCOMM_ISA": level})
 
 
-@pytest.mark.parametrize("name", ["rare", "few", "heavy", "any"])
+@pytest.mark.parametrize("name", ["rare", "sparse", "few", "heavy", "any"])
 def test_chunks_are_the_references(name: str) -> None:
     draw = np.random.default_rng([SEED, 5])
-    old = draw.integers(0, 1 << 16, (1 << 18) + 1001).astype(np.uint16)
+    old = draw.integers(0, 1 << 16, (1 << (20 if name == "sparse" else 18)) + 1001).astype(np.uint16)
     steps = _steps(draw, old.size)[name]
     steps[-900:] = 0
     _same(_changed(old, steps), old)

@@ -44,13 +44,13 @@ Integers = NDArray[np.int64]
 MAGIC, VERSION = b"UL", 1
 HEAD = struct.Struct("<2sBBQQII")
 HEAD_NBYTES = HEAD.size
-DENSE_CHUNK_BITS, SPARSE_CHUNK_BITS = 18, 20
+DENSE_CHUNK_BITS, SPARSE_CHUNK_BITS, RARE_CHUNK_BITS = 18, 20, 22
 SAMPLES, SAMPLE_NUMEL = 64, 1024
 ZERO, SPARSE, DENSE, RAW = range(4)
 SCALE_BITS, LOWEST_STATE = 12, 1 << 15
 SCALE = 1 << SCALE_BITS
 DENSE_LANES, SPARSE_LANES = 32, 4
-GAP_DIRECT_BITS, GAP_SYMBOLS = 1, 2 + 2 * (SPARSE_CHUNK_BITS - 1)
+GAP_DIRECT_BITS, GAP_SYMBOLS = 1, 2 + 2 * (RARE_CHUNK_BITS - 1)
 MAX_DIRECT_BITS = 7
 RARE = 64
 """At most one change in so many is not a direct symbol, where MAX_DIRECT_BITS allow."""
@@ -116,7 +116,9 @@ def chunk_bits(changes: Integers) -> int:
     if changes.size <= 1 << DENSE_CHUNK_BITS:
         return DENSE_CHUNK_BITS
     sample = changes[starts[:, None] + np.arange(SAMPLE_NUMEL)]
-    return SPARSE_CHUNK_BITS if _is_sparse(sample) else DENSE_CHUNK_BITS
+    if not _is_sparse(sample):
+        return DENSE_CHUNK_BITS
+    return RARE_CHUNK_BITS if np.count_nonzero(sample) * 128 < sample.size else SPARSE_CHUNK_BITS
 
 
 def checksum(data: bytes, first: int) -> int:
@@ -411,7 +413,8 @@ def _read_head(data: bytes) -> _Head:
     _check(magic == MAGIC, f"a message must start with {MAGIC!r}: {magic!r}")
     _check(version == VERSION, f"a message must have version {VERSION}: {version}")
     _check(own_checksum == checksum(data[: HEAD_NBYTES - 4], 0), "checksum of a head must match")
-    _check(chunk_log2 in (DENSE_CHUNK_BITS, SPARSE_CHUNK_BITS), f"a message must have possible chunks: {chunk_log2}")
+    is_known = chunk_log2 in (DENSE_CHUNK_BITS, SPARSE_CHUNK_BITS, RARE_CHUNK_BITS)
+    _check(is_known, f"a message must have possible chunks: {chunk_log2}")
     least = HEAD_NBYTES + 4 * _ceil(numel, 1 << chunk_log2)
     is_possible = nbytes % 4 == 0 and least <= nbytes <= max_message_nbytes(numel)
     _check(is_possible, f"a message of {numel} elements must have a possible length: nbytes={nbytes}")
