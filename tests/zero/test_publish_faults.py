@@ -500,6 +500,7 @@ def test_a_full_disk_is_named_and_the_next_publication_has_everything(tmp_path: 
                 publisher.publish(2, snapshot=snapshot)
                 with pytest.raises(zero.PublicationError, match=r"could not be written: .*GiB are free.*make room"):
                     publisher.wait()
+            assert not list(tmp_path.glob(".*")), "what it had written would fill the disk"
         with _small_files():
             publisher.publish(2)
             with pytest.raises(zero.PublicationError, match="could not be written"):

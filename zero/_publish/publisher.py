@@ -323,20 +323,20 @@ class _FirstRank:
             is_due = base is None or self._since_snapshot + 1 >= self._snapshot_every
             has_snapshot = is_due or any(proposal["snapshot"] for proposal in proposals)
             path = self._folder / f"{TEMPORARY}{number:010d}"
+            draft = Manifest(
+                number=number,
+                version=number if versions[0] is None else versions[0],
+                run=self.run,
+                layout=self._published_layout.digest,
+                root="",
+                time=int(clock().time()),
+                base=base,
+                digests=() if has_snapshot else None,
+            )
+            self._draft = path, draft
             path.mkdir()
             if has_snapshot:
                 create_files(path, self._files, model_documents(self._weights.model, self._weights.dtype))
-        draft = Manifest(
-            number=number,
-            version=number if versions[0] is None else versions[0],
-            run=self.run,
-            layout=self._published_layout.digest,
-            root="",
-            time=int(clock().time()),
-            base=base,
-            digests=() if has_snapshot else None,
-        )
-        self._draft = path, draft
         answer = {"folder": str(path), "snapshot": has_snapshot, "patch": base is not None}
         return [answer] * len(proposals)
 
