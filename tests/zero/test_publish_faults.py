@@ -292,7 +292,7 @@ def test_no_damage_of_any_file_is_read_as_weights(tmp_path: Path) -> None:
     refused, folder = [0, 0], tmp_path / "damaged"
     for last in (3, 4):
         for title, damage in _damages(at[last]):
-            for start in (None, 1, 2):
+            for start in (None, 2):
                 ours = _model(-1)
                 subscriber = zero.Subscriber(folder, ours)
                 if start is not None:
@@ -308,7 +308,7 @@ def test_no_damage_of_any_file_is_read_as_weights(tmp_path: Path) -> None:
                 assert _values(ours) == [-1 if subscriber.version is None else subscriber.version], title
                 assert start is None or start <= (subscriber.version or 0), title
                 shutil.rmtree(folder)
-    assert refused[0] > refused[1] > 20
+    assert refused[0] > refused[1] > 15
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "layout", "patch-00000.bin", "model.safetensors"])
