@@ -1,6 +1,6 @@
 """Measure what publishing weights costs: bytes beside other encodings of the same changes, seconds, updates, kills.
 
-    python bench/publish.py                       10 M parameters, three learning rates, 100 M, 1,000 updates, 100 kills
+    python bench/publish.py --link-numels 100     10 M parameters, three learning rates; 100 M over a slow link; kills
     python bench/publish.py --numels 1 --updates 20 --kills 3        a rehearsal
     python bench/publish.py --output bench/results/publish.md
 
@@ -245,7 +245,7 @@ def report(options: argparse.Namespace) -> str:
     lines = [
         "# What publishing weights costs",
         "",
-        f"`python bench/publish.py`: {os.cpu_count()} cores beside other processes, torch {torch.__version__}; "
+        f"`python bench/publish.py --link-numels 100`: {os.cpu_count()} cores beside other processes, torch {torch.__version__}; "
         f"{time.strftime('%Y-%m-%d')}. A GPT over bytes, AdamW, bf16 with float32 masters, one rank; {options.warmup} "
         f"steps at a learning rate of {WARMUP_LR:g}, then {options.steps} at each rate below, published after each. "
         "H: zeroth-order entropy of the changes in ulps, bits an element. Bytes: the patch and its manifest. Every "
