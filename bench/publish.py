@@ -247,8 +247,8 @@ def report(options: argparse.Namespace) -> str:
         "",
         f"`python bench/publish.py --link-numels 100`: {os.cpu_count()} cores beside other processes; "
         f"torch {torch.__version__}; {time.strftime('%Y-%m-%d')}. A GPT over bytes, AdamW, bf16 with float32 masters, "
-        f"one rank; {options.warmup} steps at a learning rate of {WARMUP_LR:g}, then {options.steps} at each rate below, "
-        "published after each. "
+        f"one rank; {options.warmup} steps at a learning rate of {WARMUP_LR:g}, then {options.steps} at each rate "
+        "below, published after each. "
         "H: zeroth-order entropy of the changes in ulps, bits an element. Bytes: the patch and its manifest. Every "
         "update gave the bits of the training.",
         "",
