@@ -411,7 +411,6 @@ ZCOMM_DEVICE bool DecodeSparseChunk(UlpsPayload payload, std::uint16_t* values, 
   if (!payload.Has(8)) return false;
   const std::uint32_t num_changes = LoadWord32<P>(payload.data, 0);
   const std::uint32_t num_words = LoadWord32<P>(payload.data, 1);
-  if (num_changes > numel) return false;
   payload.at = 8;
   if (!ReadTable<P>(&payload, false, shared->slots[0], shared)) return false;
   if (!ReadTable<P>(&payload, true, shared->slots[1], shared)) return false;

@@ -126,7 +126,6 @@ std::uint32_t TakeSymbol(Lanes* lanes, std::uint32_t lane, const Slots& table) {
 void DecodeSparse(Reader reader, std::uint16_t* values, std::size_t numel) {
   const std::uint32_t num_changes = reader.TakeU32();
   const std::uint32_t num_words = reader.TakeU32();
-  ZCOMM_CHECK(num_changes <= numel, "changes must be at most as many as elements: ", num_changes, ", ", numel);
   const Slots gaps(&reader, kGapSymbols);
   const std::uint32_t direct = TakeDirect(&reader);
   const Slots changes(&reader, NumSymbols(direct));

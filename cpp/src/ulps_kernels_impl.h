@@ -21,19 +21,18 @@ inline std::uint32_t LoadWord(const std::uint8_t* from) {
   return word;
 }
 
-// Symbols of the first `count` lanes, the last lane first; words go below `words`.
-inline std::uint8_t* EncodeLanes(const std::uint8_t* symbols, std::size_t count, const EncodeTable& table,
-                                 std::uint8_t* words, std::uint32_t* states) {
+// A symbol of each of the first `count` lanes, the last lane first; words go below `words`.
+inline std::uint8_t* EncodeLanes(const EncodeEntry* entries, std::size_t count, std::uint8_t* words,
+                                 std::uint32_t* states) {
   for (std::size_t lane = count; lane-- > 0;) {
-    const EncodeEntry entry = table.entries[symbols[lane]];
     std::uint32_t state = states[lane];
-    if (IsFull(state, entry.packed)) {
+    if (IsFull(state, entries[lane].packed)) {
       const auto word = static_cast<std::uint16_t>(state);
       words -= sizeof(word);
       std::memcpy(words, &word, sizeof(word));
       state >>= 16;
     }
-    states[lane] = EncodeSymbol(state, entry);
+    states[lane] = EncodeSymbol(state, entries[lane]);
   }
   return words;
 }
@@ -44,10 +43,11 @@ inline std::uint8_t* EncodeLanes(const std::uint8_t* symbols, std::size_t count,
 //   AtLeast(symbols, least)             bit i: symbol i is at least `least`
 //   ApplyGroup(symbols, values)         as if all symbols were direct
 //   Round(states), Save(states)         the states of all lanes in registers
-//   Round.Encode(symbols, table, words), Round.Decode(slots, words, symbols)   one symbol of each lane
+//   Round.Encode(entries, words), Round.Decode(slots, words, symbols)   one symbol of each lane
 #include ZCOMM_ISA_LANES
 
 constexpr std::ptrdiff_t kRoundNbytes = 2 * kDenseLanes;  // the most that the words of a round can need
+constexpr std::size_t kTile = 512;
 
 std::size_t Symbols(const std::uint16_t* new_bits, const std::uint16_t* old_bits, std::size_t numel,
                     std::uint8_t* symbols) {
@@ -62,16 +62,26 @@ std::size_t Symbols(const std::uint16_t* new_bits, const std::uint16_t* old_bits
   return nonzero;
 }
 
+inline void LookUp(const std::uint8_t* symbols, std::size_t numel, const EncodeTable& table, EncodeEntry* entries) {
+  for (std::size_t i = 0; i < numel; ++i) entries[i] = table.entries[symbols[i]];
+}
+
 std::uint8_t* Encode(const std::uint8_t* symbols, std::size_t numel, const EncodeTable& table, std::uint8_t* begin,
                      std::uint8_t* end, std::uint32_t* states) {
-  if (end - begin < 2 * kRoundNbytes) return nullptr;
+  // A tile's entries are looked up one by one, which takes less time than gathers.
+  alignas(64) EncodeEntry entries[kTile];
   std::size_t at = numel / kDenseLanes * kDenseLanes;
-  std::uint8_t* words = EncodeLanes(symbols + at, numel - at, table, end, states);
+  LookUp(symbols + at, numel - at, table, entries);
+  std::uint8_t* words = EncodeLanes(entries, numel - at, end, states);  // no word: the states are the lowest
   Round round(states);
   while (at > 0) {
-    if (words - begin < 2 * kRoundNbytes) return nullptr;
-    at -= kDenseLanes;
-    words = round.Encode(symbols + at, table, words);
+    const std::size_t tile = (at - 1) / kTile * kTile;
+    LookUp(symbols + tile, at - tile, table, entries);
+    while (at > tile) {
+      if (words - begin < 2 * kRoundNbytes) return nullptr;
+      at -= kDenseLanes;
+      words = round.Encode(entries + (at - tile), words);
+    }
   }
   round.Save(states);
   return words;

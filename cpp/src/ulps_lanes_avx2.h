@@ -105,8 +105,8 @@ struct Round {
     for (int i = 0; i < 4; ++i) StoreVector(to + 8 * i, vectors[i]);
   }
 
-  std::uint8_t* Encode(const std::uint8_t* symbols, const EncodeTable& table, std::uint8_t* words) {
-    for (int i = 3; i >= 0; --i) words = EncodeVector(symbols + 8 * i, table, words, &vectors[i]);
+  std::uint8_t* Encode(const EncodeEntry* entries, std::uint8_t* words) {
+    for (int i = 3; i >= 0; --i) words = EncodeVector(entries + 8 * i, words, &vectors[i]);
     return words;
   }
 
@@ -117,13 +117,9 @@ struct Round {
     return words;
   }
 
-  static std::uint8_t* EncodeVector(const std::uint8_t* symbols, const EncodeTable& table, std::uint8_t* words,
-                                    __m256i* states) {
-    // A gather costs by its lanes: both words of an entry in one.
-    const __m256i index = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(symbols)));
-    const auto* entries = reinterpret_cast<const long long*>(table.entries);
-    const __m256i low = _mm256_i32gather_epi64(entries, _mm256_castsi256_si128(index), 8);
-    const __m256i high = _mm256_i32gather_epi64(entries, _mm256_extracti128_si256(index, 1), 8);
+  static std::uint8_t* EncodeVector(const EncodeEntry* entries, std::uint8_t* words, __m256i* states) {
+    const __m256i low = LoadVector(entries);
+    const __m256i high = LoadVector(entries + 4);
     const __m256i reciprocal = JoinWords<0x88>(low, high);
     const __m256i packed = JoinWords<0xDD>(low, high);
     const __m256i frequency = _mm256_and_si256(packed, _mm256_set1_epi32(0x1FFF));

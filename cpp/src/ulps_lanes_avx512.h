@@ -61,9 +61,9 @@ struct Round {
     _mm512_storeu_si512(to + 16, high);
   }
 
-  std::uint8_t* Encode(const std::uint8_t* symbols, const EncodeTable& table, std::uint8_t* words) {
-    words = EncodeVector(symbols + 16, table, words, &high);
-    return EncodeVector(symbols, table, words, &low);
+  std::uint8_t* Encode(const EncodeEntry* entries, std::uint8_t* words) {
+    words = EncodeVector(entries + 16, words, &high);
+    return EncodeVector(entries, words, &low);
   }
 
   const std::uint8_t* Decode(const std::uint32_t* slots, const std::uint8_t* words, std::uint8_t* symbols) {
@@ -71,12 +71,9 @@ struct Round {
     return DecodeVector(slots, words, symbols + 16, &high);
   }
 
-  static std::uint8_t* EncodeVector(const std::uint8_t* symbols, const EncodeTable& table, std::uint8_t* words,
-                                    __m512i* states) {
-    // A gather costs by its lanes: both words of an entry in one.
-    const __m512i index = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(symbols)));
-    const __m512i some = _mm512_i32gather_epi64(_mm512_castsi512_si256(index), table.entries, 8);
-    const __m512i others = _mm512_i32gather_epi64(_mm512_extracti64x4_epi64(index, 1), table.entries, 8);
+  static std::uint8_t* EncodeVector(const EncodeEntry* entries, std::uint8_t* words, __m512i* states) {
+    const __m512i some = _mm512_load_si512(entries);
+    const __m512i others = _mm512_load_si512(entries + 8);
     const __m512i even_words = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
     const __m512i odd_words = _mm512_setr_epi32(1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
     const __m512i reciprocal = _mm512_permutex2var_epi32(some, even_words, others);

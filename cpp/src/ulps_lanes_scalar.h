@@ -28,8 +28,8 @@ struct Round {
   explicit Round(std::uint32_t* from) : states(from) {}
   void Save(std::uint32_t*) const {}
 
-  std::uint8_t* Encode(const std::uint8_t* symbols, const EncodeTable& table, std::uint8_t* words) {
-    return EncodeLanes(symbols, kDenseLanes, table, words, states);
+  std::uint8_t* Encode(const EncodeEntry* entries, std::uint8_t* words) {
+    return EncodeLanes(entries, kDenseLanes, words, states);
   }
 
   const std::uint8_t* Decode(const std::uint32_t* slots, const std::uint8_t* words, std::uint8_t* symbols) {

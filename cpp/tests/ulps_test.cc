@@ -200,10 +200,52 @@ void CheckDamage(Random* random) {
   }
   Bits values(old_bits.begin(), old_bits.end() - 1);
   EXPECT(!Decodes(message, &values), "another size");
+  for (const std::size_t nbytes : {kUlpsHeadNbytes, kUlpsHeadNbytes + 5, message.size() - 3}) {
+    Bytes part(message.begin(), message.begin() + static_cast<std::ptrdiff_t>(nbytes));
+    Sign(&part);
+    Bits as_before = old_bits;
+    EXPECT(!Decodes(part, &as_before), "%zu bytes without room for sizes of chunks, or not in words", nbytes);
+  }
   Bytes huge = message;
   huge[11] = 0x7F;  // the highest byte of the number of elements
   Sign(&huge);
   EXPECT(!Decodes(huge, &values), "a huge size");
+}
+
+// A chunk of random bits needs more words than it has room, which ends with the payload before.
+void CheckRawAfterOthers(Random* random) {
+  const std::size_t chunk = std::size_t{1} << ulps::kDenseChunkBits;
+  const Bits old_bits = AnyBits(2 * chunk, random);
+  Bits new_bits = AnyBits(2 * chunk, random);
+  for (std::size_t i = 0; i < chunk; ++i) {
+    const int step = SomeStep(Steps::kWide, random);
+    new_bits[i] = static_cast<std::uint16_t>(Order((Order(old_bits[i]) + static_cast<std::uint32_t>(step)) & 0xFFFFU));
+  }
+  Bits values = old_bits;
+  EXPECT(Decodes(Encoded(new_bits, old_bits), &values) && values == new_bits, "a raw chunk after a dense one");
+}
+
+// States outside of their range are refused: kernels would not agree about them.
+void CheckStates() {
+  const Bits old_bits(3000, 0x3F80);
+  Bits new_bits = old_bits;
+  for (std::size_t i = 0; i < new_bits.size(); i += 2) new_bits[i] = 0x3F81;
+  const Bytes message = Encoded(new_bits, old_bits);
+  // Head, one chunk's size, words, d; then 3 of 32 frequencies: 2048, 0, 2048; 13 in 16 absent; 0.
+  const std::size_t states_at = kUlpsHeadNbytes + 4 + 16;
+  Bits values = old_bits;
+  EXPECT(Decodes(message, &values) && values == new_bits, "as it was");
+  for (const std::uint32_t state : {0U, ulps::kLowestState - 1, ulps::kStateLimit, 0xFFFFFFFFU}) {
+    Bytes hostile = message;
+    Store(state, states_at, &hostile);
+    Sign(&hostile);
+    try {
+      DecodeUlps(hostile.data(), hostile.size(), values.data(), values.size());
+      EXPECT(false, "state %x is accepted", state);
+    } catch (const std::invalid_argument& error) {
+      EXPECT(Contains(error.what(), "states must be in range"), "%s", error.what());
+    }
+  }
 }
 
 // Messages whose checksums fit but whose content does not: nothing outside the buffers is touched.
@@ -245,6 +287,8 @@ int main() {
   zcomm::CheckKernels(&random);
   zcomm::CheckRoundTrips(&random);
   zcomm::CheckDamage(&random);
+  zcomm::CheckRawAfterOthers(&random);
+  zcomm::CheckStates();
   zcomm::CheckHostile(&random);
   zcomm::CheckArguments();
   std::puts("ok");

@@ -123,7 +123,7 @@ def _damaged(message: Tensor, draw: np.random.Generator) -> Tensor:
         elif kind == 2:
             other = int(draw.integers(ulps.HEAD_NBYTES, data.size))
             data[[at, other]] = data[[other, at]]
-        else:
+        elif data.size > ulps.HEAD_NBYTES + 8:
             data = np.delete(data, np.arange(at, min(at + 4, data.size)))
     return _signed(torch.from_numpy(data[: data.size // 4 * 4].copy()))
 
