@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from zero import _checkpoint as checkpoints
-from zero import checkpointing, integrations, utils, zero
+from zero import _publish, checkpointing, integrations, utils, zero
 from zero._access.gathered_parameters import (
     GatheredParameters,
     gathered_for_generation,
@@ -22,6 +22,7 @@ from zero._optim.cpu_optimizers import CPUAdagrad, CPUAdam, CPULion
 from zero._optim.lamb import Lamb
 from zero._optim.lion import Lion
 from zero._optim.muon import Muon, MuonSplit, split_for_muon
+from zero._publish import PublicationError
 from zero._ranks.distributed import init_distributed
 from zero._sharding.stages import model_state_nbytes
 from zero._step.moving_average import MovingAverage
@@ -36,6 +37,7 @@ from zero.plan.formulas import Activations, Counts
 
 if TYPE_CHECKING:
     from zero._checkpoint import export_checkpoint, load_checkpoint, save_checkpoint
+    from zero._publish import Publisher, Subscriber
 
 __all__ = [
     "Activations",
@@ -57,6 +59,9 @@ __all__ = [
     "Muon",
     "MuonSplit",
     "NotAvailableError",
+    "PublicationError",
+    "Publisher",
+    "Subscriber",
     "TiledLinear",
     "TiledLinearReturnBias",
     "ZeroOptimizer",
@@ -87,9 +92,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import the checkpoint functions when they are first used: they take time that training alone need not spend."""
-    if name in __all__ and name in checkpoints.MODULES:
-        return getattr(checkpoints, name)
+    """Import what saves and publishes when it is first used: that takes time that training alone need not spend."""
+    for package in (checkpoints, _publish):
+        if name in __all__ and name in package.MODULES:
+            return getattr(package, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

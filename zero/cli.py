@@ -4,6 +4,7 @@ zero config explain FILE    the effective settings, where each came from, what i
 zero config schema          the JSON schema, for editors
 zero config table           the table of all keys, as in docs/configuration.md
 zero export CKPT OUTPUT     the weights of a checkpoint as safetensors
+zero publish FOLDER         what is published in a folder: --inspect, --verify, --materialize OUT
 zero estimate PARAMETERS    the memory of each rank, by kind, for every stage and tier
 zero plan                   what fits on a cluster, the time of a step, and the fastest configuration
 """
@@ -21,6 +22,9 @@ from zcomm import ConfigError
 from zero._checkpoint import CheckpointError, export_checkpoint
 from zero._checkpoint.plain_weights import MAX_SHARD_NBYTES
 from zero._config import explain, json_schema, markdown_table, read_source
+from zero._publish import PublicationError
+from zero._publish.command import add_publish
+from zero._publish.command import run as run_publish
 from zero.plan.command import add_plan, finite, named_model
 from zero.plan.command import run as run_plan
 from zero.plan.estimate import estimate
@@ -37,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         sys.stdout.write(_answer(options))
-    except (ConfigError, CheckpointError, OSError) as error:
+    except (ConfigError, CheckpointError, PublicationError, OSError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 1
     return 0
@@ -46,6 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _answer(options: argparse.Namespace) -> str:
     if options.command == "export":
         return _export(options)
+    if options.command == "publish":
+        return run_publish(options)
     if options.command == "plan":
         return run_plan(options)
     if options.command == "estimate":
@@ -102,6 +108,7 @@ def _parser() -> argparse.ArgumentParser:
     exporting.add_argument("--model-parallel-rank", type=int, metavar="N", help=whose)
     size = "largest file, 5GB if absent; more are written, with an index, if one would be larger"
     exporting.add_argument("--max-shard-size", type=_size, default=MAX_SHARD_NBYTES, metavar="SIZE", help=size)
+    add_publish(commands.add_parser("publish", help="what a zero.Publisher has written to a folder"))
     _add_estimate(commands.add_parser("estimate", help="the memory of each rank, for every stage and tier"))
     add_plan(commands.add_parser("plan", help="what fits on a cluster, what a step takes, the fastest configuration"))
     return parser

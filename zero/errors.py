@@ -1,11 +1,11 @@
-"""Error classes of ZeRO beside zcomm's: NotAvailableError and CheckpointError."""
+"""Error classes of ZeRO beside zcomm's: NotAvailableError, CheckpointError and PublicationError."""
 
 from __future__ import annotations
 
 from zcomm import ConfigError
 from zcomm.errors import ZcommError
 
-__all__ = ["CheckpointError", "NotAvailableError"]
+__all__ = ["CheckpointError", "NotAvailableError", "PublicationError"]
 
 
 class NotAvailableError(ConfigError, NotImplementedError):
@@ -14,3 +14,7 @@ class NotAvailableError(ConfigError, NotImplementedError):
 
 class CheckpointError(ZcommError, RuntimeError):
     """A checkpoint cannot be written, read, or used here. Names the file or tensor, and the remedy."""
+
+
+class PublicationError(ZcommError, RuntimeError):
+    """Weights cannot be published, or read by a subscriber. Names the folder or file, and the remedy."""

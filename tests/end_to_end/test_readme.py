@@ -26,6 +26,7 @@ EXPECTED = {
         "zero.Init(": "tensor(",
         '"offload_param": {"device": "cpu"}': "states            write",
         "zero.checkpointing.memory(model)": "host=0, files=0, peak_device=8192, peak_host=24576",
+        "zero.Publisher(optimizer": "['weight', 'bias'] are those of step 9",
         "engine.save_checkpoint": "resumed from None, now at step 20",
         "steps_per_print": "step=10, skipped=",
         "zero.split_for_muon": "2 matrices by Muon: 2 tensors are updated as a whole",

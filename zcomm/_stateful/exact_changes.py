@@ -10,10 +10,10 @@ earlier messages of this row, and what does not fit into it follows in one more 
     exchange 2    what is left of longer messages; only if there is one
 
 Invariants:
-    X1  Capacities of a hop depend only on lengths that all ranks of that hop have seen: equal without an agreement.
-    X2  A rank knows from the heads whether there is a second exchange, and so do all ranks of the hop. With
+    O1  Capacities of a hop depend only on lengths that all ranks of that hop have seen: equal without an agreement.
+    O2  A rank knows from the heads whether there is a second exchange, and so do all ranks of the hop. With
         ZCOMM_CHECK=1 there always is one, as ranks of the other hop wait for its verdict, and have not seen the heads.
-    X3  The bits of the replica do not depend on capacities.
+    O3  The bits of the replica do not depend on capacities.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class ExactReplica(UnevenReplica):
         return {row: self._whole(first[row], rest[row]) for row in rows}
 
     def _capacity(self, row: int) -> int:
-        """Bytes of the first exchange for the message of ``row``: X1."""
+        """Bytes of the first exchange for the message of ``row``: O1."""
         numel = self._shards.numels[row]
         if not numel:
             return 0

@@ -30,6 +30,7 @@ from zcomm import CommunicationError, Topology, control
 from zero._checkpoint.dcp import FolderWriter, SavePartsPlanner, write_item
 from zero._checkpoint.index import StoredChunk
 from zero._config.rank_consistency import differences_between_ranks
+from zero._ranks.first_rank import on_first_rank
 from zero._ranks.rank_errors import is_agreed, raise_first
 from zero._storage.safetensors_file import CODES, DTYPES
 from zero.errors import CheckpointError
@@ -97,7 +98,7 @@ def write_together(planner: SavePartsPlanner, writer: FolderWriter, group: dist.
         named = writer.prepare_global_plan(plans)
         return [[one.storage_data, _kept(one, rows)] for one, rows in zip(named, of_ranks, strict=True)]
 
-    name, kept = _on_first_rank(propose, plan, group)
+    name, kept = on_first_rank(propose, plan, group, CheckpointError)
 
     def write() -> list[Row]:
         items = planner.plan.items
@@ -108,39 +109,7 @@ def write_together(planner: SavePartsPlanner, writer: FolderWriter, group: dist.
         writer.finish(metadata[0], [[_result_of(row) for row in rows] for rows in of_ranks])
         return [None] * len(of_ranks)
 
-    _on_first_rank(write, finish, group)
-
-
-def _on_first_rank(
-    call: Callable[[], Any], answers_of: Callable[[list[Any]], list[Any]], group: dist.ProcessGroup | None
-) -> Any:
-    """Call ``call`` on every rank and ``answers_of`` on the first, with all results in rank order; return its answer.
-
-    Raises:
-        CheckpointError: The error of the first rank whose ``call`` failed, or of ``answers_of``; on all ranks.
-    """
-    texts = control.texts_to_first(json.dumps(_outcome(call)), group)
-    answers = []
-    if texts:
-        of_ranks = [json.loads(text) for text in texts]
-        failed = [outcome for outcome in of_ranks if "error" in outcome]
-        total = failed[0] if failed else _outcome(lambda: answers_of([outcome["value"] for outcome in of_ranks]))
-        of_each = [total] * len(texts) if "error" in total else [{"value": value} for value in total["value"]]
-        answers = [json.dumps(one) for one in of_each]
-    answer = json.loads(control.text_from_first(answers, group))
-    if "error" in answer:
-        raise CheckpointError(answer["error"])
-    return answer["value"]
-
-
-def _outcome(call: Callable[[], Any]) -> dict[str, Any]:
-    """The result of ``call``, or its error, as JSON. It is sent in any case: the other ranks wait for it."""
-    try:
-        return {"value": call()}
-    except CheckpointError as error:
-        return {"error": str(error)}
-    except Exception as error:
-        return {"error": f"{type(error).__name__}: {error}"}
+    on_first_rank(write, finish, group, CheckpointError)
 
 
 def _kept(plan: SavePlan, rows: Sequence[Row]) -> list[int]:

@@ -57,7 +57,7 @@ class WeightsWriter:
                     f"{name!r} is {dtype}, which safetensors cannot store: convert it, or leave it out"
                 )
         self._output, self._layout = output, dict(layout)
-        self._shards = _divide(layout, max_shard_nbytes)
+        self._shards = divide(layout, max_shard_nbytes)
         self._save_id = secrets.token_hex(4)
         self._pending = [
             (name, number) for number, shard in enumerate(self._shards) for name in shard if self._numel(name)
@@ -156,7 +156,8 @@ class WeightsWriter:
         return [*paths, index_path]
 
 
-def _divide(layout: Layout, max_nbytes: int) -> list[list[str]]:
+def divide(layout: Layout, max_nbytes: int) -> list[list[str]]:
+    """The names of the tensors of each file, in order: at most ``max_nbytes`` in one, but at least one tensor."""
     shards: list[list[str]] = []
     nbytes = 0
     for name, (dtype, shape) in layout.items():

@@ -23,7 +23,7 @@ PREFIX = "zero-"
 OWNER = "owner"
 
 
-class _ProcessIdentity(NamedTuple):
+class ProcessIdentity(NamedTuple):
     """A process, distinct from later ones with the same pid."""
 
     host: str
@@ -32,8 +32,8 @@ class _ProcessIdentity(NamedTuple):
     start_time: str
 
     @staticmethod
-    def current() -> _ProcessIdentity:
-        return _ProcessIdentity(socket.gethostname(), _boot(), os.getpid(), _start_time(os.getpid()))
+    def current() -> ProcessIdentity:
+        return ProcessIdentity(socket.gethostname(), _boot(), os.getpid(), _start_time(os.getpid()))
 
     def is_of_this_host(self) -> bool:
         return self.boot == _boot() or self.host == socket.gethostname()
@@ -74,8 +74,8 @@ class ClaimedFolder:
             self.path.mkdir(mode=0o700)
             try:
                 self._owner = os.open(self.path / OWNER, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-                _try_lock(self._owner)
-                os.write(self._owner, json.dumps(_ProcessIdentity.current()._asdict()).encode())
+                try_lock(self._owner)
+                os.write(self._owner, json.dumps(ProcessIdentity.current()._asdict()).encode())
             except BaseException:
                 self.remove()
                 raise
@@ -102,7 +102,7 @@ def locked(folder: Path) -> Iterator[None]:
         os.close(number)
 
 
-def _try_lock(number: int) -> bool:
+def try_lock(number: int) -> bool:
     """Try to lock an open file; False: it is taken. The lock is held until the file is closed or the process ends."""
     try:
         fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -113,7 +113,7 @@ def _try_lock(number: int) -> bool:
     return True
 
 
-def _read_owner(number: int) -> _ProcessIdentity | None:
+def _read_owner(number: int) -> ProcessIdentity | None:
     """Parse an open owner file; None if another user of the disk wrote it, or it is not a regular file."""
     status = os.fstat(number)
     if status.st_uid != os.geteuid() or not stat.S_ISREG(status.st_mode):
@@ -121,7 +121,7 @@ def _read_owner(number: int) -> _ProcessIdentity | None:
     fields = json.loads(os.read(number, 4096))
     if not isinstance(fields["pid"], int):  # it becomes part of a path below /proc
         return None
-    return _ProcessIdentity(**fields)
+    return ProcessIdentity(**fields)
 
 
 def _remove_dead(parent: Path) -> None:
@@ -131,7 +131,7 @@ def _remove_dead(parent: Path) -> None:
             number = os.open(folder / OWNER, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             try:
                 owner = _read_owner(number)
-                if owner is not None and owner.is_of_this_host() and not owner.is_alive() and _try_lock(number):
+                if owner is not None and owner.is_of_this_host() and not owner.is_alive() and try_lock(number):
                     shutil.rmtree(folder, ignore_errors=True)
             finally:
                 os.close(number)
