@@ -13,6 +13,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.ops.lion import DeepSpeedCPULion
+from deepspeed.ops.op_builder import AsyncIOBuilder
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.lr_schedules import VALID_LR_SCHEDULES, WarmupLR
@@ -124,6 +125,14 @@ for build in (DeepSpeedCPUAdam, FusedAdam, DeepSpeedCPULion):
     param.grad = torch.ones(4)
     updated.step()
     assert (param < 1).all(), build
+
+files = AsyncIOBuilder().load().aio_handle(1024**2, 8, False, True, 2)
+written = torch.arange(5000.0)
+read = files.new_cpu_locked_tensor(5000, written)
+assert (files.async_pwrite(written, f"{args.folder}/tensor"), files.wait()) == (0, 1)
+assert (files.sync_pread(read, f"{args.folder}/tensor"), files.get_block_size()) == (1, 1024**2)
+assert torch.equal(read, written)
+assert files.free_cpu_locked_tensor(read)
 
 log_dist("a line on rank 0", ranks=[0])
 logger.info("another")
