@@ -8,6 +8,7 @@ import errno
 import os
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,22 @@ def test_dtypes_views_and_open_files(tmp_path: Path) -> None:
     assert torch.equal(read, given)
     assert handle.pread(read, str(tmp_path / "file"), False, True, 512) == 0
     assert handle.wait() == 1
+
+
+def test_a_file_that_may_only_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = _bytes(3 * PAGE + 5)
+    (tmp_path / "file").write_bytes(given.numpy().tobytes())
+    handle, read = _handle(), torch.empty_like(given)
+    monkeypatch.setattr(os, "access", lambda _, mode: mode != os.W_OK)
+    monkeypatch.setattr(os, "open", partial(_open_to_read, os.open))
+    handle._queue = None
+    assert handle.sync_pread(read, tmp_path / "file") == 1
+    assert torch.equal(read, given)
+
+
+def _open_to_read(real: Any, path: Any, flags: int, mode: int = 0o777) -> int:
+    assert flags & os.O_ACCMODE == os.O_RDONLY
+    return real(path, flags, mode)
 
 
 def test_locked_tensors_are_freed_once() -> None:

@@ -6,7 +6,8 @@
 ```
 
 The body is moved by the queue, from and to the tensor itself if that is contiguous in host memory and its body starts
-at a page, else over a copy that does. Head and tail, less than a page each, go through the page cache at once.
+at a page, else over a copy that does. Head and tail, less than a page each, go through the page cache at once; so does
+all of a file that this process may only read, which the queue does not open.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from zero._storage.file_store import MAX_REQUESTS, PAGE
 from zero._storage.transfer_buffers import aligned_bytes
 
 
-class _Pending(NamedTuple):
+class _FileMove(NamedTuple):
     moving: tuple[int, int] | None  # the queue's file and ticket; None: there are no whole pages
     data: Tensor  # uint8 [nbytes] in host memory, which the queue reads or writes
     end: Callable[[], None]
@@ -69,7 +70,7 @@ class aio_handle:  # noqa: N801  (DeepSpeed's name)
             min(queue_depth * intra_op_parallelism, MAX_REQUESTS), -(-block_size // PAGE) * PAGE
         )
         self._numbers, self._single_submit, self._overlap_events = numbers, single_submit, overlap_events
-        self._pending: list[_Pending] = []
+        self._pending: list[_FileMove] = []
         self._locked: dict[int, Tensor] = {}
 
     def get_block_size(self) -> int:
@@ -167,8 +168,9 @@ class aio_handle:  # noqa: N801  (DeepSpeed's name)
         path = f"/proc/self/fd/{filename}" if isinstance(filename, int) else os.fspath(filename)
         nbytes, is_read = buffer.nbytes, verb == "read"
         head = min(-offset % PAGE, nbytes)
-        body = (nbytes - head) // PAGE * PAGE
-        descriptor = os.open(path, os.O_RDWR | (0 if is_read else os.O_CREAT), 0o666)
+        is_queued = not is_read or os.access(path, os.W_OK)
+        body = (nbytes - head) // PAGE * PAGE if is_queued else 0
+        descriptor = os.open(path, os.O_RDONLY if is_read else os.O_WRONLY | os.O_CREAT, 0o666)
         try:
             size = os.fstat(descriptor).st_size
             if offset < 0 or (is_read and offset + nbytes > size):
@@ -192,7 +194,7 @@ class aio_handle:  # noqa: N801  (DeepSpeed's name)
         if body:
             file = self._queue.open(str(path))
             moving = file, getattr(self._queue, verb)(file, offset + head, data.data_ptr() + head, body)
-        self._pending.append(_Pending(moving, data, end))
+        self._pending.append(_FileMove(moving, data, end))
 
 
 def _in_host_memory(buffer: Tensor, head: int, *, is_filled: bool) -> Tensor:
@@ -208,7 +210,9 @@ def _in_host_memory(buffer: Tensor, head: int, *, is_filled: bool) -> Tensor:
 
 
 def _move_at_once(descriptor: int, offset: int, data: Tensor, *, is_read: bool) -> None:
-    """Move less than a page."""
+    """Move through the page cache."""
     move: Any = os.preadv if is_read else os.pwritev
-    if (moved := move(descriptor, [data.numpy()], offset)) != data.numel():
-        raise OSError(errno.EIO, f"{moved} of {data.numel()} bytes were moved at offset {offset}")
+    while data.numel():
+        if not (moved := move(descriptor, [data.numpy()], offset)):
+            raise OSError(errno.EIO, f"{data.numel()} bytes were not moved at offset {offset}")
+        data, offset = data[moved:], offset + moved
