@@ -11,9 +11,12 @@ import deepspeed
 import deepspeed.comm as dist
 import torch
 from deepspeed.accelerator import get_accelerator
+from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.ops.lion import DeepSpeedCPULion
+from deepspeed.ops.op_builder import AsyncIOBuilder
 from deepspeed.pipe import PipelineModule
+from deepspeed.profiling.flops_profiler import get_model_profile
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.lr_schedules import VALID_LR_SCHEDULES, WarmupLR
 from deepspeed.runtime.utils import see_memory_usage
@@ -124,6 +127,25 @@ for build in (DeepSpeedCPUAdam, FusedAdam, DeepSpeedCPULion):
     param.grad = torch.ones(4)
     updated.step()
     assert (param < 1).all(), build
+
+files = AsyncIOBuilder().load().aio_handle(1024**2, 8, False, True, 2)
+written = torch.arange(5000.0)
+read = files.new_cpu_locked_tensor(5000, written)
+assert (files.async_pwrite(written, f"{args.folder}/tensor"), files.wait()) == (0, 1)
+assert (files.sync_pread(read, f"{args.folder}/tensor"), files.get_block_size()) == (1, 1024**2)
+assert torch.equal(read, written)
+assert files.free_cpu_locked_tensor(read)
+
+flops, macs, params = get_model_profile(nn.Linear(8, 16), (4, 8), as_string=False)
+assert (flops, macs, params) == (2 * 4 * 8 * 16, 4 * 8 * 16, 8 * 16 + 16)
+
+table = nn.Embedding(10, 4, sparse=True)
+adagrad = DeepSpeedCPUAdagrad(table.parameters(), lr=0.5)
+table(torch.tensor([3, 3])).sum().backward()
+before = table.weight.detach().clone()
+adagrad.step()
+assert table.weight.grad.is_sparse
+assert torch.allclose(before - table.weight, torch.where(torch.arange(10)[:, None] == 3, 0.5, 0.0))
 
 log_dist("a line on rank 0", ranks=[0])
 logger.info("another")

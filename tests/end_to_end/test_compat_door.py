@@ -106,10 +106,27 @@ ABSENT = {
     "deepspeed.tp_model_init(model=3)": "for tensor parallelism",
     "deepspeed.pipe.PipelineModule(layers=[])": "for pipeline parallelism use torch.distributed.pipelining",
     "deepspeed.moe.layer.MoE(3)": "mark it by deepspeed.utils.set_z3_leaf_modules",
-    "deepspeed.zero.MiCS_Init()": "use hpZ",
-    "deepspeed.profiling.flops_profiler.FlopsProfiler(3)": "FlopCounterMode",
+    "deepspeed.zero.MiCS_Init()": "use deepspeed.zero.Init, and hpZ",
+    "deepspeed.profiling.nonsense": "FlopCounterMode",
     "import deepspeed.launcher.launch": "torchrun -m zero.compat",
 }
+
+
+WITHOUT_PYDANTIC = """
+import sys, zero.compat
+zero.compat.as_deepspeed()
+sys.modules["pydantic"] = None
+try:
+    from deepspeed.runtime.config_utils import DeepSpeedConfigModel
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+
+
+def test_a_base_class_without_its_library_says_what_to_install() -> None:
+    printed = _run("-c", WITHOUT_PYDANTIC)
+    assert "BackendUnavailableError DeepSpeedConfigModel derives from pydantic.BaseModel" in printed
+    assert "pip install 'pydantic>=2'" in printed
 
 
 def test_a_process_that_does_not_ask_has_no_deepspeed() -> None:

@@ -20,7 +20,17 @@ from tests.ranks import run_ranks
 from tests.zero.models import batch, loss_of, new_model
 from zcomm import ConfigError
 from zero._optim import lr_schedulers
-from zero.compat import checkpoint_files, door, engine, op_builders, optimizers, parameters, sections, spellings
+from zero.compat import (
+    checkpoint_files,
+    door,
+    engine,
+    monitors,
+    op_builders,
+    optimizers,
+    parameters,
+    sections,
+    spellings,
+)
 
 CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 2,
@@ -316,6 +326,25 @@ def test_what_a_configuration_builds_is_of_deepspeeds_class() -> None:
     own = type("Own", (optimizers.DeepSpeedCPUAdam,), {})
     assert isinstance(own(params), own)
     assert not isinstance(zero.CPUAdam(params), own)
+
+
+def _check_monitor(rank: int, folder: Path) -> None:
+    built = _engine(2, csv_monitor={"enabled": True, "output_path": str(folder), "job_name": "job"})
+    monitor = built.monitor
+    assert isinstance(monitor, monitors.MonitorMaster)
+    assert (monitor.enabled, monitor.tb_monitor) == (True, None)
+    assert (monitor.csv_monitor is None) == (rank > 0)
+    if rank == 0:
+        monitor.csv_monitor.write_events([("own", 2.5, 1)])
+    _train(built, rank, 1)
+    built.destroy()
+    assert monitor.csv_monitor is None
+
+
+def test_the_monitor_of_an_engine_has_those_of_its_sections(tmp_path: Path) -> None:
+    run_ranks(2, _check_monitor, tmp_path)
+    assert (tmp_path / "job" / "own.csv").read_text().split() == ["step,own", "1,2.5"]
+    assert (tmp_path / "job" / "Train_Samples_train_loss.csv").exists()
 
 
 def test_a_configuration_has_solved_batch_sizes_and_monitors() -> None:

@@ -112,9 +112,17 @@ def test_monitors_of_single_sections_write_on_the_first_rank(tmp_path: Path) -> 
     single, none = monitors.csvMonitor(config.csv_monitor), monitors.WandbMonitor(config.wandb)
     assert (single.enabled, single.output_path, single.job_name) == (True, str(tmp_path), "job")
     assert (none.enabled, none.project) == (False, "deepspeed")
-    for monitor in (single, none, monitors.MonitorMaster(config)):
+    master = monitors.MonitorMaster(config)
+    assert (master.csv_monitor.enabled, master.csv_monitor.job_name) == (True, "job")
+    assert (master.tb_monitor, master.wandb_monitor, master.comet_monitor) == (None, None, None)
+    for monitor in (single, none, master, master.csv_monitor):
         monitor.write_events([("Train/loss", torch.tensor(0.5), 7)])
-    assert (tmp_path / "job" / "Train_loss.csv").read_text().split() == ["step,loss", "7,0.5", "7,0.5"]
+    assert (tmp_path / "job" / "Train_loss.csv").read_text().split() == ["step,loss", "7,0.5", "7,0.5", "7,0.5"]
+    with pytest.raises(AttributeError, match="nonsense"):
+        _ = master.nonsense
+    other = monitors.MonitorMaster.over(master)
+    master.close()
+    assert (other.csv_monitor, other.enabled) == (None, True)
     with pytest.raises(AttributeError, match="nonsense"):
         _ = config.nonsense
 

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -269,6 +270,43 @@ def test_what_is_refused() -> None:
     with pytest.raises(ConfigError, match="dense gradients"):
         optimizer.step()
     assert torch.equal(good, torch.ones(4, 4))  # the failed step has changed nothing
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_adagrad_takes_sparse_gradients_as_torch_does(dtype: torch.dtype) -> None:
+    torch.manual_seed(int(time.strftime("%Y%m%d")))
+    ours = torch.nn.Parameter(torch.randn(50, 6).to(dtype))
+    theirs = torch.nn.Parameter(ours.detach().double())
+    still = torch.nn.Parameter(torch.ones(3))
+    optimizers = CPUAdagrad([ours, still], 0.1), torch.optim.Adagrad([theirs], 0.1)
+    untouched = ours[40:].detach().clone()
+    for step in range(6):
+        still.grad = torch.ones(3) if step % 2 else None
+        rows = torch.randint(0, 40, (1, 30))  # some more than once
+        values = torch.randn(30, 6).to(dtype)
+        ours.grad, theirs.grad = (
+            torch.sparse_coo_tensor(rows, values.to(param.dtype), (50, 6), check_invariants=True)
+            for param in (ours, theirs)
+        )
+        if dtype == torch.bfloat16:  # rows that come twice are summed once, by one rule
+            theirs.grad = ours.grad.to_dense().double().to_sparse(1)
+        with torch.sparse.check_sparse_tensor_invariants():
+            for optimizer in optimizers:
+                optimizer.step()
+        assert ours.grad.is_sparse
+    torch.testing.assert_close(ours, theirs.to(dtype), rtol=1e-5 if dtype == torch.float32 else 1e-2, atol=1e-5)
+    assert torch.equal(ours[40:], untouched)
+
+
+@pytest.mark.parametrize("setting", [{"weight_decay": 0.1}, {"eps": 0.0}])
+def test_adagrad_refuses_sparse_gradients_where_all_rows_change(setting: dict[str, float]) -> None:
+    first, table = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(3, 2))
+    optimizer = CPUAdagrad([first, table], **setting)
+    first.grad = torch.ones(3)
+    table.grad = torch.sparse_coo_tensor(torch.tensor([[0]]), torch.ones(1, 2), (3, 2), check_invariants=True)
+    with pytest.raises(ConfigError, match=f"takes sparse gradients with weight_decay=0.*{next(iter(setting))}="):
+        optimizer.step()
+    assert torch.equal(first, torch.ones(3))
 
 
 def test_it_works_under_zero() -> None:

@@ -147,15 +147,25 @@ class CPUOptimizer(Optimizer, ABC):
     def _refuse(self, problem: str) -> None:
         raise ConfigError(f"a parameter of {type(self).__name__} must be {problem}; use torch.optim for others")
 
+    def dense_of(self, grad: Tensor, group: dict[str, Any]) -> Tensor:  # noqa: ARG002  (rules need it)
+        """``grad``, or a dense one in place of a sparse one that gives the same step."""
+        return grad
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step every parameter that has a gradient, in float32, bfloat16 or float16.
 
         Raises:
-            ConfigError: A sparse gradient, or a parameter that is not on the CPU; nothing has been changed.
+            ConfigError: A sparse gradient that the rule does not take, or a parameter that is not on the CPU; nothing
+                has been changed.
         """
         loss = None if closure is None else torch.enable_grad()(closure)()
-        grads = [(p, p.grad, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        grads = [
+            (p, self.dense_of(p.grad, group), group)
+            for group in self.param_groups
+            for p in group["params"]
+            if p.grad is not None
+        ]
         for param, grad, _ in grads:
             if param.device.type != "cpu":
                 self._refuse(f"on the CPU: device={param.device}")

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zcomm import ConfigError
 from zero._optim.cpu_optimizer_base import CPUOptimizer, Factors, Rule, check_betas, check_ranges
 
 
@@ -89,7 +90,7 @@ class CPUAdam(CPUOptimizer):
 
 
 class CPUAdagrad(CPUOptimizer):
-    """Adagrad, as ``torch.optim.Adagrad``.
+    """Adagrad, as ``torch.optim.Adagrad``, also with sparse gradients, which are made dense for the step.
 
     Raises:
         ConfigError: A number is out of range, or a parameter is unsupported; see :class:`CPUOptimizer`.
@@ -119,6 +120,17 @@ class CPUAdagrad(CPUOptimizer):
     def rule_of(self, group: dict[str, Any], step: int) -> tuple[Rule, Factors]:
         rate = float(group["lr"]) / (1 + (step - 1) * group["lr_decay"])
         return Rule.ADAGRAD, Factors(rate=rate, weight_decay=group["weight_decay"], eps=group["eps"])
+
+    def dense_of(self, grad: Tensor, group: dict[str, Any]) -> Tensor:
+        """Zeros in place of rows that a sparse gradient lacks: they change nothing."""
+        if grad.layout != torch.sparse_coo:
+            return grad
+        if group["weight_decay"] or not group["eps"]:  # these change all rows: by decay, or 0 / 0
+            raise ConfigError(
+                f"{type(self).__name__} takes sparse gradients with weight_decay=0 and eps above 0: "
+                f"weight_decay={group['weight_decay']}, eps={group['eps']}"
+            )
+        return grad.to_dense()
 
     def _start(self, state: dict[str, Any], param: Tensor, group: dict[str, Any]) -> None:
         super()._start(state, param, group)

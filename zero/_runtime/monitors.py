@@ -36,6 +36,7 @@ class Monitor:
     """
 
     def __init__(self, config: Config, *, is_first_rank: bool) -> None:
+        self._config = config
         sections = config.tensorboard, config.wandb, config.csv_monitor, config.comet
         chosen = [section for section in sections if section.enabled]
         self.enabled = bool(chosen)
@@ -64,7 +65,7 @@ class Monitor:
         """Close what was opened; later events are not written."""
         for writer in self._writers:
             writer.close()
-        self._writers = []
+        self._writers.clear()
 
 
 class EventWriter:

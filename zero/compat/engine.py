@@ -24,7 +24,7 @@ from zero._config.resolved import to_dtype
 from zero._optim.loss_scale import DynamicLossScale
 from zero._ranks.distributed import DataParallel, RankDataLoader
 from zero.compat import comm
-from zero.compat.monitors import DeepSpeedMonitorConfig
+from zero.compat.monitors import DeepSpeedMonitorConfig, EngineMonitor
 from zero.compat.timers import ThroughputTimer
 from zero.initialize import Initialized
 
@@ -221,6 +221,7 @@ class DeepSpeedEngine(zero.Engine):
     """An engine with DeepSpeed's methods."""
 
     optimizer_class = DeepSpeedOptimizer
+    monitor: Any = EngineMonitor()
 
     @staticmethod
     def read_config(source: Source) -> Configuration:

@@ -10,6 +10,7 @@ _PARAMETERS, _COMM, _ACCELERATOR = "zero.compat.parameters", "zero.compat.comm",
 _FRAGMENTS = "safe_get_full_fp32_param safe_get_local_fp32_param safe_update_full_grad_vectorized"
 _SECTIONS, _SPELLINGS = "zero.compat.sections", "zero.compat.spellings"
 _MONITORS = "zero.compat.monitors"
+_FLOPS = "zero.compat.flops_profiler"
 _CHECKPOINTS, _BUILDERS = "zero.compat.checkpoint_files", "zero.compat.op_builders"
 _LOGGING = "logger log_dist log_dist_once set_log_level_from_string print_rank_0 warning_once"
 _GATHERING = {"zero": "Init GatheredParameters register_external_parameter unregister_external_parameter"}
@@ -67,6 +68,10 @@ NAMES: dict[str, dict[str, str]] = {
     "ops.lion.cpu_lion": {_OPTIMIZERS: "DeepSpeedCPULion"},
     "ops.lion.fused_lion": {_OPTIMIZERS: "FusedLion"},
     "ops.op_builder": {_BUILDERS: _OPS},
+    "profiling.flops_profiler": {_FLOPS: "FlopsProfiler get_model_profile"},
+    "profiling.flops_profiler.profiler": {
+        _FLOPS: "FlopsProfiler get_model_profile number_to_string macs_to_string params_to_string"
+    },
     "runtime.activation_checkpointing.checkpointing": {_HELPERS: "non_reentrant_checkpoint"},
     "runtime.base_optimizer": {_ENGINE: "DeepSpeedOptimizer ZeROOptimizer"},
     "monitor.comet": {_MONITORS: "CometMonitor"},
@@ -140,6 +145,7 @@ FALLBACKS: dict[str, tuple[str, ...]] = {
     "runtime.activation_checkpointing.checkpointing": ("zero.checkpointing",),
     "checkpoint": (_SPELLINGS,),
     "runtime.config": (_SPELLINGS,),
+    "runtime.config_utils": ("zero.compat.config_model",),  # without pydantic its class raises
     "runtime.constants": (_SPELLINGS,),
     "runtime.swap_tensor": (_SPELLINGS,),
     "runtime.lr_schedules": ("zero._optim.lr_schedulers", _SPELLINGS),
@@ -162,6 +168,10 @@ _FILES = "checkpoints here are other files: read their weights by deepspeed.util
 _INSIDE = "it belongs to DeepSpeed's implementation"
 _LOGGED = "set comms_logger in the configuration: engine.destroy() logs what was sent"
 _TIMED = "set wall_clock_breakdown in the configuration, or use torch.profiler"
+_MICS = (
+    "use deepspeed.zero.Init, and hpZ for gathers inside a node: zero_hpz_partition_size, the ranks of a node, not "
+    "mics_shard_size; optimizer states are sharded over all ranks"
+)
 _SEQUENCE = "for sequence parallelism pass mpu= with its groups"
 
 ABSENT_NAMES: dict[str, str] = {
@@ -181,7 +191,6 @@ ABSENT_NAMES: dict[str, str] = {
     "pipe.TiedLayerSpec": _PIPELINE,
     "PipelineEngine": _PIPELINE,
     "PipelineModule": _PIPELINE,
-    "profiling.flops_profiler.FlopsProfiler": _PROFILE,
     "checkpoint.utils.get_model_ckpt_name_for_rank": _FILES,
     "runtime.bf16_optimizer.BF16_Optimizer": _ONE_CLASS,
     "runtime.fp16.fused_optimizer.FP16_Optimizer": _ONE_CLASS,
@@ -191,7 +200,6 @@ ABSENT_NAMES: dict[str, str] = {
     "runtime.pipe.topology.PipeModelDataParallelTopology": _PIPELINE,
     "runtime.torch_autocast.get_comm_dtype": _INSIDE,
     "runtime.torch_autocast.has_comm_dtype": _INSIDE,
-    "runtime.config_utils.DeepSpeedConfigModel": "derive from pydantic.BaseModel",
     "runtime.sparse_tensor.SparseTensor": "gradients of embeddings with sparse=True are made dense",
     "runtime.zero.offload_states.get_state_devices": _INSIDE,
     "runtime.zero.linear.LinearFunctionForZeroStage3": _INSIDE,
@@ -203,7 +211,7 @@ ABSENT_NAMES: dict[str, str] = {
     "utils.comms_logging.CommsLogger": _LOGGED,
     "utils.timer.SynchronizedWallClockTimer": _TIMED,
     "utils.timer.ThroughputTimer": _TIMED,
-    "zero.MiCS_Init": "use hpZ: zero_hpz_partition_size, the ranks of a node",
+    "zero.MiCS_Init": _MICS,
 }
 """Names of DeepSpeed that raise when they are used, and the remedy."""
 
@@ -228,7 +236,7 @@ ABSENT_PACKAGES: dict[str, str] = {
     "profiling.flops_profiler": _PROFILE,
     "runtime.pipe": _PIPELINE,
     "runtime.sequence_parallel": _SEQUENCE,
-    "runtime.zero.mics": "use hpZ: zero_hpz_partition_size, the ranks of a node",
+    "runtime.zero.mics": _MICS,
     "sequence": _SEQUENCE,
     "utils.groups": "process groups are torch's: pass mpu= to initialize()",
 }

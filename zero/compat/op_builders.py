@@ -1,10 +1,14 @@
-"""``deepspeed.ops.op_builder``: which of DeepSpeed's compiled operators have their like here. Nothing is built."""
+"""``deepspeed.ops.op_builder``: which of DeepSpeed's compiled operators have their like here. Nothing is built.
+
+Only that of files can be loaded.
+"""
 
 from __future__ import annotations
 
 from typing import Any, ClassVar
 
 from zero._config import NotAvailableError
+from zero.compat import file_io
 
 
 class OpBuilder:
@@ -38,7 +42,18 @@ CPUAdagradBuilder = _builder("CPUAdagradBuilder", "cpu_adagrad", available=True)
 CPULionBuilder = _builder("CPULionBuilder", "cpu_lion", available=True)
 FusedAdamBuilder = _builder("FusedAdamBuilder", "fused_adam", available=True)
 FusedLionBuilder = _builder("FusedLionBuilder", "fused_lion", available=True)
-AsyncIOBuilder = _builder("AsyncIOBuilder", "async_io", available=True)
+
+
+class AsyncIOBuilder(OpBuilder):
+    """``async_io``."""
+
+    NAME, available = "async_io", True
+
+    def load(self, verbose: bool = True) -> Any:
+        """What has :class:`zero.compat.file_io.aio_handle`."""
+        return file_io
+
+
 FusedLambBuilder = _builder("FusedLambBuilder", "fused_lamb", available=False)
 QuantizerBuilder = _builder("QuantizerBuilder", "quantizer", available=False)
 UtilsBuilder = _builder("UtilsBuilder", "utils", available=False)

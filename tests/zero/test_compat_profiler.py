@@ -1,0 +1,122 @@
+"""DeepSpeed's profiler of operations, counted by hand, and the base class of its configurations."""
+
+# covers zero/compat/flops_profiler.py zero/compat/config_model.py
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.ranks import run_ranks
+from tests.zero.training import zero_optimizer
+from zcomm import ConfigError, StateError
+from zero.compat import config_model
+from zero.compat.flops_profiler import FlopsProfiler, get_model_profile, macs_to_string, number_to_string
+
+MACS = {"0": 5 * 8 * 16, "2": 5 * 16 * 4}
+
+
+def _model() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+
+
+def test_forward_alone_is_counted_and_each_profile_starts_from_zero() -> None:
+    model = _model()
+    profiler = FlopsProfiler(model)
+    profiler.start_profile()  # begun again below, which counts once
+    for _ in range(2):
+        profiler.start_profile()
+        model(torch.ones(5, 8)).sum().backward()
+        assert profiler.get_total_macs() == sum(MACS.values())
+        model(torch.ones(5, 8))
+        profiler.stop_profile()
+        model(torch.ones(5, 8))
+        assert profiler.get_total_flops() == 4 * sum(MACS.values())
+        assert profiler.get_total_params() == 8 * 16 + 16 + 16 * 4 + 4
+        assert 0 < profiler.get_total_duration() < 60
+        profiler.end_profile()
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
+    with pytest.raises(StateError, match="start_profile"):
+        profiler.get_total_flops()
+
+
+def test_a_forward_that_raises_ends_its_count() -> None:
+    model = _model()
+    profiler = FlopsProfiler(model)
+    profiler.start_profile()
+    with pytest.raises(RuntimeError):
+        model(torch.ones(5, 9))
+    torch.ones(8, 8) @ torch.ones(8, 8)
+    model(torch.ones(5, 8))
+    assert profiler.get_total_macs() == sum(MACS.values())
+
+
+def test_a_model_that_calls_itself_is_counted_once() -> None:
+    class Recursive(nn.Linear):
+        def forward(self, x: Tensor, *, again: bool = True) -> Tensor:
+            return super().forward(self(x, again=False) if again else x)
+
+    assert get_model_profile(Recursive(6, 6), (1, 6), print_profile=False, as_string=False)[1] == 2 * 36
+
+
+def test_what_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = get_model_profile(_model(), args=[torch.ones(5, 8)])
+    assert found == ("1.92 K", "960 MACs", "212 ")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("Flops profiler, step 1: 212  parameters, forward: 960 MACs, 1.92 KFLOPs, ")
+    assert lines[2] == "  0 (Linear): 144 , 640 MACs, 66.67%"
+    assert len(lines) == 5
+    get_model_profile(_model(), (5, 8), module_depth=0, output_file=str(tmp_path / "a" / "b"))
+    assert len((tmp_path / "a" / "b").read_text().splitlines()) == 2
+    assert [number_to_string(number) for number in (0, 2e9, 0.0025)] == ["0 ", "2 G", "2.5 m"]
+    assert macs_to_string(3e12) == "3 TMACs"
+
+
+def test_arguments_that_cannot_be_served() -> None:
+    with pytest.raises(ConfigError, match="needs input_shape"):
+        get_model_profile(_model())
+    with pytest.raises(ConfigError, match="got 'generate'"):
+        get_model_profile(_model(), (5, 8), mode="generate")
+    with pytest.raises(ConfigError, match="ignore_list"):
+        get_model_profile(_model(), (5, 8), ignore_modules=[nn.ReLU])
+
+
+def _check_stage_3(rank: int) -> None:
+    model = _model()
+    with zero_optimizer(model, stage=3):
+        profiler = FlopsProfiler(model)
+        profiler.start_profile()
+        model(torch.ones(5, 8)).sum().backward()
+        assert (profiler.get_total_macs(), profiler.get_total_params()) == (sum(MACS.values()), 212)
+
+
+def test_a_sharded_model_is_counted_as_a_full_one() -> None:
+    run_ranks(2, _check_stage_3)
+
+
+def test_configurations_derive_from_the_base_class(caplog: pytest.LogCaptureFixture) -> None:
+    pydantic = pytest.importorskip("pydantic")
+    moved = {"deprecated": True, "new_param": "inner.size", "new_param_fn": int}
+
+    class Inner(config_model.DeepSpeedConfigModel):
+        size: int = 0
+
+    class Outer(config_model.DeepSpeedConfigModel):
+        inner: Inner = Inner()
+        old_size: str = pydantic.Field("0", json_schema_extra=moved)
+        dtype: torch.dtype = torch.float32
+
+    assert (Outer().inner.size, Outer(dtype="auto").dtype) == (0, torch.float32)
+    assert Outer(inner={"size": 3}).inner.size == 3
+    assert Outer(inner={}, old_size="4").inner.size == 4
+    assert "old_size is deprecated: use inner.size" in caplog.text
+    with pytest.raises(ConfigError, match="give one of them"):
+        Outer(inner={"size": 3}, old_size="4")
+    for given in ({"nonsense": 1}, {"inner": {"size": "x"}}, {"strict": True, "dtype": "auto"}):
+        with pytest.raises(pydantic.ValidationError):
+            Outer(**given)
+    assert config_model.get_scalar_param({"a": 1}, "b", 2) == 2
