@@ -221,7 +221,7 @@ def train(arguments: argparse.Namespace, runs: list[Run], text: Text, metrics: M
             is_evaluated = step % arguments.eval_interval == 0 or step == arguments.train_iters
             if is_evaluated:
                 evaluate(runs, held_out, metrics)
-            progress = "  ".join(run.result.progress(arguments.batch_size * seq_length) for run in runs)
+            progress = "; ".join(run.result.progress(arguments.batch_size * seq_length) for run in runs)
             bar.set_postfix_str(progress)
             bar.update()
             if is_evaluated and is_first and not has_terminal:

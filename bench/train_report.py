@@ -75,9 +75,11 @@ class Result:
         return sorted(self.steps_sent, key=lambda sent: sent.bytes())[len(self.steps_sent) // 2]
 
     def progress(self, tokens_per_step: int) -> str:
-        """Return the last losses and the last step's speed."""
+        """Return the name, the last losses and the last step's speed."""
         tokens_per_s = tokens_per_step / self.step_seconds[-1]
-        return f"loss {self.losses[-1]:.3f}, held out {self.held_out[-1]:.3f}, {tokens_per_s:,.0f} tokens/s"
+        return (
+            f"{self.name}: loss {self.losses[-1]:.3f}, held out {self.held_out[-1]:.3f}, {tokens_per_s:,.0f} tokens/s"
+        )
 
     def inter_units(self, num_nodes: int) -> float:
         """Bytes between nodes per step, in M."""
@@ -147,13 +149,15 @@ def plot(results: list[Result], topology: Topology, path: Path) -> None:
     label_curves(losses)
     columns = [_measured_column(result, topology, 1) for result in results]
     columns.append(_plain_zero3_column(results[0], topology))
+    colours = [style_of(column["run"])["color"] for column in columns]
     for offset, link in enumerate(("within nodes", "between nodes")):
         values = [column[f"bytes per step {link}"] for column in columns]
-        bars = sent.bar([x + 0.4 * offset for x in range(len(columns))], values, width=0.4, label=link)
-        sent.bar_label(bars, labels=[f"{value / 1e6:.2f} MB" if value else "" for value in values], fontsize=8)
+        places = [x + 0.42 * offset for x in range(len(columns))]
+        bars = sent.bar(places, values, width=0.4, color=colours, alpha=1.0 if offset else 0.4)
+        labels = [f"{value / 1e6:.2f} MB\n{link}" if value else "" for value in values]
+        sent.bar_label(bars, labels=labels, fontsize=8)
     sent.set_xticks([x + 0.2 for x in range(len(columns))], [column["run"] for column in columns], fontsize=8)
     sent.set(ylabel="bytes per step, all ranks", title="Bytes sent")
-    sent.legend()
     figure.savefig(path, dpi=120)
     plt.close(figure)
     print(f"# plot: {path}")
