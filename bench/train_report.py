@@ -156,6 +156,7 @@ def plot(results: list[Result], topology: Topology, path: Path) -> None:
         bars = sent.bar(places, values, width=0.4, color=colours, alpha=1.0 if offset else 0.4)
         labels = [f"{value / 1e6:.2f} MB\n{link}" if value else "" for value in values]
         sent.bar_label(bars, labels=labels, fontsize=8)
+    sent.margins(y=0.12)  # room for the labels of two lines
     sent.set_xticks([x + 0.2 for x in range(len(columns))], [column["run"] for column in columns], fontsize=8)
     sent.set(ylabel="bytes per step, all ranks", title="Bytes sent")
     figure.savefig(path, dpi=120)
