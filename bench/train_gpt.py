@@ -5,12 +5,14 @@
     python bench/train_gpt.py --compare              also train plain ZeRO-3 in bf16, interleaved, on the same data
     torchrun --nnodes 2 --nproc-per-node 8 ... bench/train_gpt.py      real nodes, from torchrun's environment
 
-Prints a table, and writes metrics.jsonl and loss.png to ``--output``.
+Prints a table, and writes metrics.jsonl and loss.png to ``--output``. On a terminal a bar shows the progress; in a log
+file, a line at each held-out loss.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,7 @@ from text_data import Text, held_out_windows, load_text, training_batch
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 from tqdm import tqdm
-from train_report import MetricsFile, Result, plot, print_report
+from train_report import MetricsFile, Result, plot, print_report, print_words
 
 import zcomm
 from zcomm import Topology
@@ -71,10 +73,12 @@ def parse_arguments() -> argparse.Namespace:
     ranks.add_argument("--ranks-per-node", type=int, help="ranks that stand in for a node")
     output = parser.add_argument_group("output")
     output.add_argument("--compare", action="store_true", help="also train plain ZeRO-3 in bf16")
-    output.add_argument("--eval-interval", type=int, default=50, help="steps between held-out losses")
+    output.add_argument("--eval-interval", type=int, help="steps between held-out losses (default: a fifth of them)")
     output.add_argument("--sample-bytes", type=int, default=200, help="length of the sampled continuation")
     output.add_argument("--output", type=Path, default=Path("runs/train_gpt"))
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    arguments.eval_interval = arguments.eval_interval or max(arguments.train_iters // 5, 1)
+    return arguments
 
 
 class Run:
@@ -200,24 +204,28 @@ def my_rows(tensors: tuple[Tensor, Tensor], run: Run) -> tuple[Tensor, Tensor]:
 
 
 def train(arguments: argparse.Namespace, runs: list[Run], text: Text, metrics: MetricsFile) -> None:
-    """Train all ``runs`` interleaved on the same batches, with one progress bar."""
+    """Train all ``runs`` interleaved on the same batches; show the progress on rank 0."""
     world_size, seq_length = runs[0].topology.world_size, arguments.seq_length
     num_windows = -(-HELD_OUT_WINDOWS // world_size) * world_size
     held_out = my_rows(held_out_windows(text, num_windows=num_windows, seq_length=seq_length), runs[0])
     evaluate(runs, held_out, metrics)
-    bar = tqdm(total=arguments.train_iters, unit="step", disable=runs[0].topology.rank != 0, dynamic_ncols=True)
-    with bar:
-        for step in range(arguments.train_iters):
+    is_first, has_terminal = runs[0].topology.rank == 0, sys.stderr.isatty()
+    with tqdm(total=arguments.train_iters, unit="step", disable=not (is_first and has_terminal)) as bar:
+        for step in range(1, arguments.train_iters + 1):
             batch = training_batch(
-                text, step=step, seed=arguments.seed, batch_size=arguments.batch_size, seq_length=seq_length
+                text, step=step - 1, seed=arguments.seed, batch_size=arguments.batch_size, seq_length=seq_length
             )
             for run in runs:
                 loss = run.train_step(*my_rows(batch, run))
-                metrics.write(kind="step", run=run.result.name, step=step + 1, loss=loss)
-            if (step + 1) % arguments.eval_interval == 0 or step + 1 == arguments.train_iters:
+                metrics.write(kind="step", run=run.result.name, step=step, loss=loss)
+            is_evaluated = step % arguments.eval_interval == 0 or step == arguments.train_iters
+            if is_evaluated:
                 evaluate(runs, held_out, metrics)
-            bar.set_postfix_str("  ".join(run.result.progress(arguments.batch_size * seq_length) for run in runs))
+            progress = "; ".join(run.result.progress(arguments.batch_size * seq_length) for run in runs)
+            bar.set_postfix_str(progress)
             bar.update()
+            if is_evaluated and is_first and not has_terminal:
+                print(f"# step {step} of {arguments.train_iters}: {progress}", flush=True)
 
 
 def evaluate(runs: list[Run], held_out: tuple[Tensor, Tensor], metrics: MetricsFile) -> None:
@@ -245,6 +253,8 @@ def main() -> None:
         check_batch(arguments, topology)
         text = load_text(arguments.data, max_bytes=arguments.max_bytes, seq_length=arguments.seq_length)
         runs = build_runs(arguments, topology, device)
+        if topology.rank == 0:
+            print_words([run.result.name for run in runs])
         with MetricsFile(arguments.output, is_writer=topology.rank == 0) as metrics:
             train(arguments, runs, text, metrics)
             for run in runs:

@@ -16,6 +16,7 @@ from typing import Any
 import matplotlib as mpl
 import torch
 from matplotlib import pyplot as plt
+from plot_style import label_curves, style_of
 from text_data import Text
 
 from zcomm import Topology, Traffic, volume
@@ -23,6 +24,16 @@ from zero import model_state_nbytes
 from zero._runtime.memory_report import MemoryReport
 
 mpl.use("Agg")
+WORDS = {
+    "ZeRO": "stage 1 shards optimizer states over all ranks, 2 gradients too, 3 parameters too",
+    "qwZ": "weights are sent as int8",
+    "qgZ": "gradients are sent as int4",
+    "hpZ": "each node keeps a copy of the parameters, so that backward gathers them inside the node",
+    "delta-hpZ": "each node keeps a copy of the parameters, updated once a step by 4-bit differences",
+    "offload": "optimizer states are in host memory",
+    "delayed": "they are updated during the next step",
+}
+"""What the names of runs are made of."""
 EXCHANGES_OF_PLAIN_ZERO3 = 3  # gather for forward, gather for backward, reduction of the gradients
 
 
@@ -64,8 +75,11 @@ class Result:
         return sorted(self.steps_sent, key=lambda sent: sent.bytes())[len(self.steps_sent) // 2]
 
     def progress(self, tokens_per_step: int) -> str:
-        """Return the text of the progress bar."""
-        return f"loss {self.losses[-1]:.3f} {tokens_per_step / self.step_seconds[-1]:,.0f} tokens/s"
+        """Return the name, the last losses and the last step's speed."""
+        tokens_per_s = tokens_per_step / self.step_seconds[-1]
+        return (
+            f"{self.name}: loss {self.losses[-1]:.3f}, held out {self.held_out[-1]:.3f}, {tokens_per_s:,.0f} tokens/s"
+        )
 
     def inter_units(self, num_nodes: int) -> float:
         """Bytes between nodes per step, in M."""
@@ -97,6 +111,16 @@ class MetricsFile:
             self._file.flush()
 
 
+def print_words(names: list[str]) -> None:
+    """Explain each word in the names of the runs, and those of the table, once."""
+    found = {word for name in names for word in name.replace("ZeRO-", "ZeRO ").split()}
+    for word, meaning in WORDS.items():
+        if word in found:
+            print(f"# {word}: {meaning}")
+    print("# loss: nats per byte (0.69 of them are a bit); held out: on text that is not trained on")
+    print("# M: the bytes of the model in bf16; between nodes, ZeRO-3 in bf16 sends 3 M a step", flush=True)
+
+
 def print_report(
     results: list[Result], topology: Topology, text: Text, sample: str, *, tokens_per_step: int, metrics: MetricsFile
 ) -> None:
@@ -116,23 +140,25 @@ def print_report(
 
 def plot(results: list[Result], topology: Topology, path: Path) -> None:
     """Draw the losses, and the bytes per step on a logarithmic scale."""
-    figure, (losses, sent) = plt.subplots(1, 2, figsize=(12, 4.5), layout="constrained")
-    for index, result in enumerate(results):
-        color = f"C{index}"
-        losses.plot(range(1, len(result.losses) + 1), result.losses, alpha=0.35, linewidth=0.8, color=color)
-        label = f"{result.name}, held out"
-        losses.plot(result.held_out_steps, result.held_out, marker="o", markersize=4, color=color, label=label)
+    figure, (losses, sent) = plt.subplots(1, 2, figsize=(13, 4.5), layout="constrained")
+    for result in results:
+        style = style_of(result.name)
+        losses.plot(range(1, len(result.losses) + 1), result.losses, alpha=0.35, linewidth=0.8, **style)
+        losses.plot(result.held_out_steps, result.held_out, marker="o", markersize=4, label=result.name, **style)
     losses.set(xlabel="step", ylabel="loss (nats/byte)", title="Loss: training (thin) and held-out (dots)")
-    losses.legend()
+    label_curves(losses)
     columns = [_measured_column(result, topology, 1) for result in results]
     columns.append(_plain_zero3_column(results[0], topology))
+    colours = [style_of(column["run"])["color"] for column in columns]
     for offset, link in enumerate(("within nodes", "between nodes")):
         values = [column[f"bytes per step {link}"] for column in columns]
-        bars = sent.bar([x + 0.4 * offset for x in range(len(columns))], values, width=0.4, label=link)
-        sent.bar_label(bars, labels=[f"{value / 1e6:.2f} MB" if value else "" for value in values], fontsize=8)
+        places = [x + 0.42 * offset for x in range(len(columns))]
+        bars = sent.bar(places, values, width=0.4, color=colours, alpha=1.0 if offset else 0.4)
+        labels = [f"{value / 1e6:.2f} MB\n{link}" if value else "" for value in values]
+        sent.bar_label(bars, labels=labels, fontsize=8)
+    sent.margins(y=0.12)  # room for the labels of two lines
     sent.set_xticks([x + 0.2 for x in range(len(columns))], [column["run"] for column in columns], fontsize=8)
     sent.set(ylabel="bytes per step, all ranks", title="Bytes sent")
-    sent.legend()
     figure.savefig(path, dpi=120)
     plt.close(figure)
     print(f"# plot: {path}")

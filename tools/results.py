@@ -32,8 +32,8 @@ MARKED = re.compile(r"(?<=<!-- table: )([\w -]+)( -->\n).*?(?=<!-- end of table 
 
 LINK = "bench/results/"
 """Where a table of README.md links to. Pages in a folder get ``../`` before it."""
-LOSSES = "convergence/tiny-1500.md"
 CONFIGURATIONS = {
+    "fp32-ddp": "DDP in float32",
     "bf16-zero3": "no quantization",
     "zeropp-paper": "ZeRO++ as published",
     "zeropp": "smaller blocks, the default",
@@ -58,16 +58,18 @@ def _compared(file: str, key: str, accumulation: int, columns: Sequence[str]) ->
     return "\n".join([introduction, "", *table(rows, columns)])
 
 
-def _losses() -> str:
-    """Held-out losses with their spread; a difference counts if the spread does not explain it."""
-    lines = (RESULTS / LOSSES).read_text().splitlines()
+def _losses(file: str) -> str:
+    """Held-out losses with their standard errors; a difference counts if its error does not explain it."""
+    lines = (RESULTS / "convergence" / file).read_text().splitlines()
     found = {cells[0]: cells for line in lines if (cells := [cell.strip() for cell in line.strip("| ").split(" | ")])}
     body = []
     for name, what in CONFIGURATIONS.items():
         _, seeds, loss, difference, sent, *_ = found[name]
-        mean, _, spread = difference.partition(" ± ")
-        counts = abs(float(mean)) > STUDENT_T[int(seeds)] * float(spread) / int(seeds) ** 0.5
-        cells = [f"`{name}`" + (f" ({what})" if what else ""), seeds, loss, difference, "yes" if counts else "no", sent]
+        parts = re.findall(r"[+-]?\d+\.\d+", difference)
+        counts = "-"
+        if len(parts) == 2:  # with one seed nothing can be said, and the baseline is compared with nothing
+            counts = "yes" if abs(float(parts[0])) > STUDENT_T[int(seeds)] * float(parts[1]) else "no"
+        cells = [f"`{name}`" + (f" ({what})" if what else ""), seeds, loss, difference, counts, sent]
         body.append("| " + " | ".join(cells) + " |")
     head = ["configuration", "seeds", "held-out loss", "minus `bf16-zero3`", "stands out", "model sizes between nodes"]
     return "\n".join(["| " + " | ".join(head) + " |", "|---" * len(head) + "|", *body])
@@ -77,7 +79,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "network": lambda: _compared("compare_13m", "bfloat16 network 200mbit", 1, NETWORK_COLUMNS),
     "network x4": lambda: _compared("compare_13m", "bfloat16 network 200mbit", 4, NETWORK_COLUMNS),
     "compute": lambda: _compared("compare_compute", "bfloat16 compute loopback", 1, COMPUTE_COLUMNS),
-    "losses": _losses,
+    "losses": lambda: _losses("tiny-1500.md"),
+    "losses main": lambda: _losses("main-500.md"),
+    "losses gpt2": lambda: _losses("gpt2-1500.md"),
 }
 
 

@@ -1,18 +1,26 @@
-"""Plot the results of compare.py: tokens/s against the rate of the network, one line for each system."""
+"""Plot the results of compare.py: tokens/s against the rate of the network, a panel for each precision and batch.
+
+A panel has a curve for each kind of system, the one that is fastest on the slowest network; the tables have them all.
+Where no other library was measured there is no panel.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from matplotlib.figure import Figure
+from plot_style import label_curves, style_of
 
 from comparison.records import Run
 from comparison.tables import LOOPBACK, Key, rows_of
 
-__all__ = ["draw"]
+__all__ = ["draw", "figure_of"]
 
 UNITS = {"kbit": 1e-3, "mbit": 1.0, "gbit": 1e3}
-PANEL_INCHES = (7.0, 4.5)
+PANEL_INCHES = (6.5, 4.2)
+KINDS = ("ddp", "fsdp2", "hsdp", "deepspeed", "zero++", "delta-hpz")
+"""What the systems' names begin with."""
 
 
 def rate_mbit(network: str) -> float | None:
@@ -21,24 +29,43 @@ def rate_mbit(network: str) -> float | None:
     return None if network == LOOPBACK or unit is None else float(network.removesuffix(unit)) * UNITS[unit]
 
 
-def draw(runs: dict[Key, Run], path: Path) -> None:
-    """Plot a panel for each precision and batch, with loopback to the right of the fastest rate."""
-    panels = list(dict.fromkeys(key.rpartition(" ")[0] for key in runs))
+def fastest_of_kinds(rows: list[dict[str, Any]]) -> list[str]:
+    """Return the fastest system of each of :data:`KINDS`."""
+    of_kinds = [[row for row in rows if row["system"].startswith(kind) and "tokens_per_s" in row] for kind in KINDS]
+    return [max(some, key=lambda row: row["tokens_per_s"])["system"] for some in of_kinds if some]
+
+
+def figure_of(runs: dict[Key, Run]) -> Figure:
+    """Make a panel for each precision, batch and number of micro-batches; loopback is right of the fastest rate."""
+    panels: dict[tuple[str, int], dict[str, list[dict[str, Any]]]] = {}
+    for key in sorted(runs, key=lambda key: rate_mbit(key.rpartition(" ")[2]) or float("inf")):
+        name, _, network = key.rpartition(" ")
+        for row in rows_of(key, runs, {}):
+            panels.setdefault((name, row["accumulation"]), {}).setdefault(network, []).append(row)
+    panels = {which: networks for which, networks in panels.items() if _has_peer(next(iter(networks.values())))}
     figure = Figure(figsize=(PANEL_INCHES[0] * len(panels), PANEL_INCHES[1]), layout="constrained")
-    for index, name in enumerate(panels):
+    for index, ((name, accumulation), networks) in enumerate(panels.items()):
         panel = figure.add_subplot(1, len(panels), index + 1)
-        networks = {key.rpartition(" ")[2]: key for key in runs if key.rpartition(" ")[0] == name}
-        order = sorted(networks, key=lambda network: rate_mbit(network) or float("inf"))
-        lines: dict[str, list[tuple[int, float]]] = {}
-        for place, network in enumerate(order):
-            for row in rows_of(networks[network], runs, {}):
-                if "tokens_per_s" in row:
-                    lines.setdefault(row["system"], []).append((place, row["tokens_per_s"]))
-        for number, (system, points) in enumerate(lines.items()):
-            style = ("o-", "s--", "^:")[number // 10 % 3]  # the colours repeat after ten
-            panel.plot(*zip(*points, strict=True), style, label=system, linewidth=1, markersize=3)
-        panel.set_xticks(range(len(order)), order)
-        panel.set(title=name, xlabel="rate of a node's network", ylabel="tokens/s", yscale="log")
+        for system in fastest_of_kinds(next(iter(networks.values()))):
+            points = [
+                (place, row["tokens_per_s"])
+                for place, rows in enumerate(networks.values())
+                for row in rows
+                if row["system"] == system and "tokens_per_s" in row
+            ]
+            panel.plot(*zip(*points, strict=True), marker="o", markersize=3, label=system, **style_of(system))
+        title = f"{name}, {'one batch' if accumulation == 1 else f'{accumulation} batches'} a step"
+        panel.set_xticks(range(len(networks)), list(networks))
+        panel.set(title=title, xlabel="rate of a node's network", ylabel="tokens/s", yscale="log")
         panel.grid(visible=True, alpha=0.3)
-        panel.legend(fontsize="x-small", ncols=2)
-    figure.savefig(path, dpi=120)
+        label_curves(panel)
+    return figure
+
+
+def _has_peer(rows: list[dict[str, Any]]) -> bool:
+    return any(row["system"].startswith(KINDS[:4]) and "tokens_per_s" in row for row in rows)
+
+
+def draw(runs: dict[Key, Run], path: Path) -> None:
+    """Write :func:`figure_of` to the file ``path``."""
+    figure_of(runs).savefig(path, dpi=120)

@@ -1,7 +1,12 @@
-"""Make the table of the runs of one model: a row for each configuration, over its seeds."""
+"""Make the table of the runs of one model: a row for each configuration, over its seeds.
+
+The ± is a standard error: the standard deviation over the seeds, by the square root of their number. Differences from
+the baseline are paired: each is between two runs of one seed, so what the seed alone does cancels.
+"""
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -61,6 +66,14 @@ class Row:
             ratios.append(last["weights"] / floor if floor else 0.0)
         return max(ratios)
 
+    def _difference(self, baseline: Row) -> str:
+        """The paired difference from the baseline, with the number of seeds that both have."""
+        if self.name == baseline.name:
+            return "baseline"
+        found = self.differences(baseline)
+        num_seeds = "one seed" if len(found) == 1 else f"{len(found)} seeds"
+        return f"{_mean_and_error(found, '+.4f')} ({num_seeds})" if found else "-"
+
     def cells(self, baseline: Row) -> list[str]:
         """The cells of :data:`HEADER`."""
         if not self.finished:
@@ -70,8 +83,8 @@ class Row:
         return [
             self.name,
             str(len(self.finished)),
-            _mean_and_spread(list(self.losses.values()), ".4f"),
-            _mean_and_spread(self.differences(baseline), "+.4f"),
+            _mean_and_error(list(self.losses.values()), ".4f"),
+            self._difference(baseline),
             f"{self.inter_units:.3f}" + ("" if self.finished[0].is_counted else " (formula)"),
             f"{statistics.fmean(errors):.4f}" if errors else "-",
             f"{statistics.fmean(of[0][1]['weights'] for of in weights):.5f}",
@@ -101,9 +114,7 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join([text, *([""] if notes else []), *notes])
 
 
-def _mean_and_spread(values: Sequence[float], spec: str) -> str:
-    """``mean ± standard deviation`` of several values."""
-    if not values:
-        return "-"
-    spread = f" ± {statistics.stdev(values):.4f}" if len(values) > 1 else ""
-    return f"{statistics.fmean(values):{spec}}{spread}"
+def _mean_and_error(values: Sequence[float], spec: str) -> str:
+    """``mean ± standard error``; a single value has no error."""
+    error = f" ± {statistics.stdev(values) / math.sqrt(len(values)):.4f}" if len(values) > 1 else ""
+    return f"{statistics.fmean(values):{spec}}{error}"

@@ -38,17 +38,18 @@ def _finished(parts: Any, name: str, seed: int, loss: float) -> Any:
 
 
 def test_differences_are_between_runs_of_the_same_seed(parts: Any) -> None:
-    losses = {"bf16-zero3": {1: 2.0, 2: 3.0, 4: 9.0}, "zeropp": {1: 2.01, 2: 3.03, 3: 7.0}}
+    losses = {"bf16-zero3": {1: 2.0, 2: 3.0, 4: 9.0}, "zeropp": {1: 2.01, 2: 3.03, 3: 7.0}, "accurate": {1: 2.5}}
     records = [_finished(parts, name, *of) for name, each in losses.items() for of in each.items()]
     refused = parts.records.Record(parts.records.Key("tiny", "delta-hpz", 1, 100), "c", "v", "2x2", error="Not: yet")
     text = parts.report.table(parts.report.rows_of([refused, *records]))
     rows = {line.split("|")[1].strip(): [c.strip() for c in line.split("|")[2:-1]] for line in text.splitlines()}
-    mean, spread = 0.02, math.sqrt((0.01**2 + 0.01**2) / 1)
-    assert rows["zeropp"][2] == f"{mean:+.4f} ± {spread:.4f}"
-    assert rows["zeropp"][:2] == ["3", "4.0133 ± 2.6363"]
+    assert rows["zeropp"][2] == "+0.0200 ± 0.0100 (2 seeds)", "of +0.01 and +0.03: a deviation of 0.0141, by sqrt(2)"
+    assert rows["zeropp"][:2] == ["3", "4.0133 ± 1.5221"], "a deviation of 2.6363, by sqrt(3)"
+    assert rows["bf16-zero3"][2] == "baseline"
+    assert rows["accurate"][1:3] == ["2.5000", "+0.5000 (one seed)"]
     assert rows["zeropp"][3:] == ["0.760", "0.2000", "0.00200", "0.00240", "0.00160", "1.20", "50"]
     assert rows["delta-hpz"][:2] == ["0", "Not: yet"]
-    assert list(rows)[2:] == ["bf16-zero3", "zeropp", "delta-hpz"]
+    assert list(rows)[2:] == ["bf16-zero3", "zeropp", "accurate", "delta-hpz"]
 
 
 def test_records_are_the_same_from_their_files_and_failures_are_not_finished(parts: Any, tmp_path: Path) -> None:

@@ -35,6 +35,16 @@ def test_it_learns_and_reports(compared: tuple[Path, str]) -> None:
         assert text in printed
 
 
+def test_a_log_file_has_a_line_for_each_evaluation_and_explains_each_word_once(compared: tuple[Path, str]) -> None:
+    _, printed = compared  # neither stream is a terminal
+    steps = [line for line in printed.splitlines() if line.startswith("# step ")]
+    assert [line.partition(":")[0] for line in steps] == ["# step 3 of 6", "# step 6 of 6"]
+    assert all(f" {ALL_SWITCHES}: loss " in line and " plain ZeRO-3: loss " in line for line in steps)
+    for word in ("ZeRO", "qwZ", "qgZ", "hpZ", "loss", "M"):
+        assert sum(line.startswith(f"# {word}: ") for line in printed.splitlines()) == 1
+    assert not any(line.startswith("# delta-hpZ: ") for line in printed.splitlines()), "it is in no run"
+
+
 def test_zeropp_sends_a_quarter_of_plain_zero3_between_nodes(compared: tuple[Path, str]) -> None:
     output, _ = compared
     plain, formula = summary(output, "plain ZeRO-3"), summary(output, "plain ZeRO-3 bf16, formula")
