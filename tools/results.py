@@ -42,7 +42,7 @@ CONFIGURATIONS = {
     "delta-hpz": "",
     "delta-hpz-x4": "the batch in four parts",
 }
-STUDENT_T = {3: 4.303}
+STUDENT_T = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
 """The two-sided 95 % quantile, by the number of seeds."""
 
 
