@@ -198,7 +198,8 @@ class SparseChunk {
       const std::uint32_t gap_width = Width(Symbol(Gap(i), kGapDirectBits), kGapDirectBits);
       bits.Write(Extra(Gap(i), gap_width), gap_width);
       const std::uint32_t z = Change(values_.new_bits[places_[i]], values_.old_bits[places_[i]]);
-      const std::uint32_t width = Width(Symbol(z, direct_), direct_);
+      // Of the symbol: `out` has room for what symbols say, also if somebody writes to the values meanwhile.
+      const std::uint32_t width = Width(Coarser(symbols_[places_[i]], direct_), direct_);
       bits.Write(Extra(z, width), width);
     }
     bits.Flush();

@@ -108,7 +108,9 @@ void WriteExtra(const std::uint8_t* symbols, std::uint32_t least, const std::uin
   std::uint32_t num_bits = 0;
   VisitAtLeast(symbols, least, numel, [&](std::size_t i) {
     const std::uint32_t z = Change(new_bits[i], old_bits[i]);
-    const std::uint32_t width = Octave(z) - 1;
+    // Of the symbol: `out` has room for what symbols say, also if somebody writes to the values meanwhile.
+    const std::uint32_t symbol = symbols[i];
+    const std::uint32_t width = symbol < 1U << kMaxDirectBits ? Octave(symbol) - 1 : Width(symbol, kMaxDirectBits);
     buffer |= static_cast<std::uint64_t>(Extra(z, width)) << num_bits;
     num_bits += width;
     if (num_bits >= 32) {

@@ -59,7 +59,8 @@ def test_every_architecture_has_every_kernel() -> None:
     listed = re.findall(r"\d+", _native.build_info()["cuda"].partition(" for ")[2])
     assert _architectures() == [f"sm_{number}" for number in sorted(set(map(int, listed)))]
     ptx = _ptx()  # of some architectures
-    count = len(re.findall("^Fatbin ptx code", ptx, re.MULTILINE)) // len(OPERATIONS)  # a source file an operation
+    num_files = len(OPERATIONS) + 1  # one an operation, and that of changes in ulps
+    count = len(re.findall("^Fatbin ptx code", ptx, re.MULTILINE)) // num_files
     expected = {operation: count * codecs for operation, codecs in OPERATIONS.items()}
     assert Counter(re.findall(r"\.entry \S*?KernelINS0_\d+([A-Z][a-z]+)", ptx)) == expected
 
@@ -75,6 +76,9 @@ def test_the_arithmetic_is_that_of_the_contract() -> None:
     pattern = r"^\s*(?:@\S+\s+)?((?:fma|mad|div|rcp|mul|add|sub|sqrt)\.\S+)"
     floats: dict[str, Counter[str]] = {operation: Counter() for operation in OPERATIONS}
     for entry in _ptx().split(".entry ")[1:]:
+        if "_7_ulps_cu_" in entry.partition("(")[0]:
+            assert not re.search(r"\.f(16|32|64)\b", entry), "changes in ulps are integers"
+            continue
         operation = re.match(r"\S*?KernelINS0_\d+([A-Z][a-z]+)", entry)
         assert operation is not None, entry[:100]
         floats[operation[1]].update(name for name in re.findall(pattern, entry, re.MULTILINE) if "f32" in name)
@@ -102,8 +106,9 @@ def machine_code() -> dict[str, Counter[str]]:
 
 
 def test_whole_tiles_move_in_16_bytes(machine_code: dict[str, Counter[str]]) -> None:
-    assert len(machine_code) == sum(OPERATIONS.values())
-    for name, counts in machine_code.items():
+    of_blocks = {name: counts for name, counts in machine_code.items() if "_7_ulps_cu_" not in name}
+    assert len(of_blocks) == sum(OPERATIONS.values()) < len(machine_code)
+    for name, counts in of_blocks.items():
         loads = sum(count for op, count in counts.items() if op.startswith("LDG") and ".128" in op)
         stores = sum(count for op, count in counts.items() if op.startswith("STG") and ".128" in op)
         if "_10Quantizing" in name:

@@ -5,9 +5,11 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -22,6 +24,7 @@ from tests.zero.test_delta import check_an_overflow_changes_nothing
 from tests.zero.training import assert_same_bits, full_values, train, zero_optimizer
 from tests.zero.whole_optimizers import matrices_and_others
 from zcomm import ConfigError, LayoutError
+from zcomm._kernels import ulps
 from zero import ZeroOptimizer
 from zero.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 
@@ -70,6 +73,29 @@ def _check_steps(rank: int, per_node: int) -> None:
 @pytest.mark.parametrize(("world_size", "per_node"), [(2, 1), (3, 1), (4, 2)])
 def test_after_each_step_forward_reads_the_rounded_masters(world_size: int, per_node: int) -> None:
     run_ranks(world_size, _check_steps, per_node)
+
+
+def _check_early_steps(rank: int, cls: type[torch.optim.Optimizer]) -> None:
+    """Two steps at once, as with gradients that a user sets, while changes are late."""
+    decode = ulps.decode
+
+    def late(message: Tensor, values: Tensor) -> None:
+        time.sleep(0.3)
+        decode(message, values)
+
+    torch.manual_seed(0)
+    model = nn.Linear(256, 256).bfloat16()
+    built = zero_optimizer(model, cls(model.parameters(), lr=0.1), ranks_per_node=2, **HPZ, **EXACT)
+    with built as optimizer, patch.object(ulps, "decode", late):
+        model(torch.randn(8, 256).bfloat16()).float().square().mean().backward()
+        optimizer.step()
+        optimizer.step()
+        _check(model, optimizer)
+
+
+@pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.Adafactor])  # changes are sent early; after all updates
+def test_a_step_before_the_last_change_has_arrived(cls: type[torch.optim.Optimizer]) -> None:
+    run_ranks(4, _check_early_steps, cls)
 
 
 # Nothing is lost: the bits of plain training.
@@ -254,10 +280,16 @@ def _check_refused(rank: int) -> None:
     for options in (HPZ, DELTAS[0]):
         with pytest.raises(LayoutError, match=r"changes='exact' serves bfloat16 .* is torch\.float32"):
             ZeroOptimizer(new_model(), AdamW, topology=topology(1), **options, **EXACT)
-        with pytest.raises(ConfigError, match=r"changes='exact' .* weight_format='int4'"):
-            ZeroOptimizer(
-                new_model(torch.bfloat16), AdamW, topology=topology(1), weight_format="int4", **options, **EXACT
-            )
+        for per_node in (1, 2):  # also where a mode has no effect: a script is tried on one node first
+            with pytest.raises(ConfigError, match=r"changes='exact' .* weight_format='int4'"):
+                ZeroOptimizer(
+                    new_model(torch.bfloat16),
+                    AdamW,
+                    topology=topology(per_node),
+                    weight_format="int4",
+                    **options,
+                    **EXACT,
+                )
     with pytest.raises(ConfigError, match="changes"):
         ZeroOptimizer(new_model(), AdamW, topology=topology(1), changes="lossless", **HPZ)
     with zero_optimizer(new_model(torch.bfloat16), stage=3, ranks_per_node=1, **EXACT) as optimizer:

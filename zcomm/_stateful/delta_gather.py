@@ -11,7 +11,8 @@ Invariants:
     E1  Every rank adds the decoded messages, to its own row as well. So all replicas have the same bits, and each
         sender knows what its receivers hold.
     E2  So the error of one step is part of the next step's delta, and errors do not accumulate.
-    E3  A value that is not finite becomes NaN on every rank, until :meth:`DeltaGather.refresh`: nothing is hidden.
+    E3  A value that is not finite becomes NaN on every rank, until :meth:`DeltaGather.refresh`: nothing is hidden. With
+        exact changes it stays what it is.
 
 Source: weight differences as in "SDP4Bit: Toward 4-bit Communication Quantization in Sharded Data Parallelism for LLM
 Training" (arXiv:2410.15526).

@@ -14,6 +14,8 @@ Invariants:
     O2  A rank knows from the heads whether there is a second exchange, and so do all ranks of the hop. With
         ZCOMM_CHECK=1 there always is one, as ranks of the other hop wait for its verdict, and have not seen the heads.
     O3  The bits of the replica do not depend on capacities.
+
+A message is damaged on its way: with ZCOMM_CHECK=1 all ranks raise, without it the receiver alone, as in every format.
 """
 
 from __future__ import annotations
@@ -91,7 +93,8 @@ class ExactReplica(UnevenReplica):
     def update_steps(self, shard: Tensor, encoder: Encoder) -> Steps:
         """Send the change of ``shard`` against this rank's row, and apply all that arrive. Messages are forwarded."""
         del encoder  # nothing is rounded
-        shard = shard.to(self._replica.dtype)
+        # A copy: the caller may write the next values while this runs in a thread, and the row must be what is sent.
+        shard = shard.to(self._replica.dtype, copy=True)
         own, message = self._shards.own, torch.empty(0, dtype=torch.uint8)
         if shard.numel():
             message = torch.empty(ulps.max_message_nbytes(shard.numel()), dtype=torch.uint8)

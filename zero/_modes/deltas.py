@@ -28,10 +28,10 @@ class DeltaMode(Mode):
         refused |= self.refused(settings)
         if requested := [what for what, is_requested in refused.items() if is_requested]:
             raise ConfigError(f"mode={self.name!r} is not combined with {'; '.join(requested)}: leave out one of them")
+        changes, inactive = self._changes(settings), list[str]()
         if topology.num_nodes == 1:
             effective = resolve(replace(settings, mode=None, weight_format=None, changes="quantized"), topology)
             return effective.with_notes(inactive=(f"mode={self.name!r} (one node: nothing crosses a network)",))
-        changes, inactive = self._changes(settings), list[str]()
         if settings.quantized_weights:
             inactive.append(f"quantized_weights (mode={self.name!r}: deltas of parameters are sent, as {changes})")
         remaining = replace(settings, weight_format="none", quantized_weights=False)
