@@ -17,6 +17,7 @@ import hashlib
 import os
 from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, nullcontext
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -100,14 +101,17 @@ class Subscriber:
             PublicationError: The newest version cannot be reached: what it needs is missing, damaged, of another run,
                 or of another version of the format. The weights are those of :attr:`version`, the best that can be
                 reached. The next call tries again.
-            LayoutError: The target has other tensors, dtypes or shapes than what is published. It is unchanged.
+            LayoutError: The target has other tensors, dtypes or shapes than what is published, ties tensors that were
+                published apart, or is on the meta device. It is unchanged.
+
+        Cost if nothing is new: the names in the folder, and one manifest.
         """
         self._names = {}
         self._write()  # what an interrupt has left
         for attempt in range(ATTEMPTS):
             numbers = numbers_in(self._folder)
             try:
-                if numbers and (self._now is None or numbers[-1] != self._now.number):
+                if numbers:
                     self._follow(numbers)
                 break
             except PublicationError:
@@ -117,10 +121,10 @@ class Subscriber:
 
     def wait(self, timeout: float, *, poll_s: float = 0.1) -> list[str]:
         """:meth:`update` as soon as there is something new; looks every ``poll_s`` seconds, ``timeout`` at most."""
-        end, before = clock().monotonic() + timeout, None if self._now is None else self._now.number
+        end, before = clock().monotonic() + timeout, self._now
         while True:
             names = self.update()
-            if (None if self._now is None else self._now.number) != before or clock().monotonic() >= end:
+            if self._now is not before or clock().monotonic() >= end:
                 return names
             clock().sleep(poll_s)
 
@@ -291,16 +295,34 @@ class Subscriber:
             return
         for name, described in layout.tensors.items():
             own = given.get(name)
-            if own is None or (own.dtype, tuple(own.shape)) != described or not own.is_contiguous():
-                found = "no such tensor" if own is None else f"{own.dtype} {tuple(own.shape)}, strides {own.stride()}"
+            if own is None or (own.dtype, tuple(own.shape)) != described or not own.is_contiguous() or own.is_meta:
+                found = "no such tensor"
+                if own is not None:
+                    found = f"{own.dtype} {tuple(own.shape)}, strides {own.stride()}, on {own.device}"
                 raise LayoutError(
                     f"the target must be the published model: {name!r} is {described[0]} {described[1]} in "
                     f"{self._folder}, here {found}; Publisher(dtype=...) publishes another dtype"
                 )
+        _check_apart({name: given[name] for name in layout.tensors})
         known = {(given[name].data_ptr(), given[name].shape) for name in layout.tensors}
         extra = [name for name, own in given.items() if own.numel() and (own.data_ptr(), own.shape) not in known]
         if extra:
             raise LayoutError(f"the target must be the published model: {self._folder} does not have {extra[:5]}")
+
+
+def _check_apart(tensors: Mapping[str, Tensor]) -> None:
+    """Raise LayoutError if two of ``tensors``, which are contiguous, share memory: each has published values."""
+    spans = sorted(
+        (str(own.device), own.data_ptr(), own.data_ptr() + own.numel() * own.element_size(), name)
+        for name, own in tensors.items()
+        if own.numel()
+    )
+    for (device, _, stop, name), (other_device, start, _, other) in pairwise(spans):
+        if device == other_device and start < stop:
+            raise LayoutError(
+                f"{name!r} and {other!r} share memory in the target, but were published apart: tie them where they are "
+                "trained, as one parameter, or nowhere"
+            )
 
 
 def replayed(folder: Path, weights: dict[str, Tensor]) -> Iterator[Manifest]:
