@@ -4,16 +4,24 @@
 
 from __future__ import annotations
 
+import os
+import re
 import shutil
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 import zero
-from zcomm import LayoutError
+from tests.ranks import run_ranks
+from tests.zero.models import new_model
+from zcomm import ConfigError, LayoutError, StateError
+from zero._ranks.first_rank import on_first_rank
 
 
 def _linears(*, is_tied: bool = False) -> nn.Sequential:
@@ -57,7 +65,7 @@ def test_what_is_published_tied_may_be_tied(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("waits", [False, True])
-def test_a_folder_that_was_emptied_and_filled_up_to_the_same_number(tmp_path: Path, waits: bool) -> None:
+def test_a_folder_that_was_emptied_and_filled_up_to_the_same_number(tmp_path: Path, *, waits: bool) -> None:
     ours = _linears()
     subscriber = zero.Subscriber(tmp_path, ours)
     for _ in range(2):
@@ -68,3 +76,185 @@ def test_a_folder_that_was_emptied_and_filled_up_to_the_same_number(tmp_path: Pa
         assert subscriber.wait(0.0) if waits else subscriber.update()
         assert torch.equal(ours[1].weight, model[1].weight)
         assert subscriber.update() == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        *[({"dtype": dtype}, "a floating-point torch.dtype") for dtype in (torch.int8, torch.bool, torch.complex128)],
+        ({"dtype": "bfloat16"}, "got 'bfloat16'"),
+        ({"keep": 2.5}, "keep must be a whole number of at least 1: got 2.5"),
+        ({"keep": True}, "keep must be"),
+        ({"snapshot_every": 0}, "snapshot_every must be a whole number of at least 1: got 0"),
+    ],
+)
+def test_arguments_of_a_publisher(tmp_path: Path, arguments: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        zero.Publisher(_linears(), tmp_path, **arguments)
+    assert not list(tmp_path.iterdir())
+
+
+def test_versions_are_whole_numbers(tmp_path: Path) -> None:
+    subscriber = zero.Subscriber(tmp_path, _linears())
+    with zero.Publisher(_linears(), tmp_path) as publisher:
+        for version in (1.5, True, np.True_, -1, 2**63, "3", torch.tensor(0.5)):
+            with pytest.raises(StateError, match="a version must be a whole number"):
+                publisher.publish(version)  # type: ignore[arg-type]
+        for version in (np.int64(3), torch.tensor(4), np.uint8(5)):
+            publisher.publish(version, snapshot=np.bool_(1))  # type: ignore[arg-type]
+            publisher.wait()
+            subscriber.update()
+            assert type(subscriber.version) is int
+            assert subscriber.version == version
+    assert len(list(tmp_path.glob("n*/model.safetensors"))) == 3
+
+
+def _publish_and_wait(publisher: zero.Publisher) -> None:
+    publisher.publish()
+    publisher.wait()
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (torch.zeros(3, dtype=torch.int32), r"'count' was torch.int64 \(3,\).*is torch.int32"),
+        (torch.zeros(4, dtype=torch.int64), r"is torch.int64 \(4,\): close it, and make another"),
+        (None, "is missing"),
+    ],
+)
+@pytest.mark.parametrize("is_managed", [False, True])
+def test_a_buffer_that_changes_its_form(tmp_path: Path, value: Tensor | None, words: str, *, is_managed: bool) -> None:
+    model = _linears()
+    model.register_buffer("count", torch.zeros(3, dtype=torch.int64))
+    source = zero.ZeroOptimizer(model, torch.optim.SGD, lr=0.1) if is_managed else model
+    with zero.Publisher(source, tmp_path) as publisher:
+        publisher.publish()
+        publisher.wait()
+        model.count = value
+        with pytest.raises((LayoutError, zero.PublicationError), match=words):
+            _publish_and_wait(publisher)
+        model.count = torch.ones(3, dtype=torch.int64)
+        publisher.publish()
+    read: dict[str, Tensor] = {}
+    zero.Subscriber(tmp_path, read).update()
+    assert read["count"].tolist() == [1, 1, 1]
+    if isinstance(source, zero.ZeroOptimizer):
+        source.close()
+
+
+def test_a_parameter_of_another_dtype(tmp_path: Path) -> None:
+    model = _linears()
+    with zero.Publisher(model, tmp_path) as publisher:
+        model.half()
+        with pytest.raises(LayoutError, match=r"'0.weight' was torch.float32 .*, and is torch.float16"):
+            publisher.publish()
+
+
+def _mine(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except Exception as error:
+        return re.sub(r"^rank \d: ", "", f"{error}")
+    return ""
+
+
+def _check_errors_of_one_rank(rank: int, folder: str, bad: int) -> None:
+    """Whatever one rank does wrong, all raise the same, and go on."""
+    model = new_model(torch.bfloat16)
+    optimizer = zero.ZeroOptimizer(model, torch.optim.SGD, lr=0.1, stage=3)
+    model.bad = nn.Buffer(torch.zeros(2, device="meta")) if rank == bad else nn.Buffer(torch.zeros(2))
+    errors = [_mine(lambda: zero.Publisher(optimizer, folder))]
+    model.bad = torch.zeros(2)
+    for arguments in ({"keep": 0.5}, {"dtype": torch.int8}, {"dtype": torch.float32}, {"folder": None}):
+        own: Any = {"folder": folder, **(arguments if rank == bad else {})}
+        errors.append(_mine(lambda own=own: zero.Publisher(optimizer, **own)))  # type: ignore[misc]
+    with zero.Publisher(optimizer, folder) as publisher:
+        for version in (1.5, True, "3"):
+            publisher.publish(version if rank == bad else 1)  # type: ignore[arg-type]
+            errors.append(_mine(publisher.wait))
+        publisher.publish(7)
+        publisher.wait()
+        publisher.publish(8)
+        publisher.wait()
+        optimizer.close()
+        errors.append(_mine(publisher.publish))
+    of_ranks: list[Any] = [None] * 2
+    torch.distributed.all_gather_object(of_ranks, errors)
+    words = [
+        "'bad' is a",
+        "keep must be",
+        "floating-point torch.dtype",
+        "dtype=torch.float32",
+        "",
+        *["whole number"] * 3,
+    ]
+    for ours, theirs, expected in zip(*of_ranks, [*words, "ZeroOptimizer is closed"], strict=True):
+        assert ours
+        assert theirs
+        assert expected in ours
+        assert expected in theirs
+    read = zero.Subscriber(folder, {})
+    read.update()
+    assert read.version == 8
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+def test_an_error_of_one_rank_is_that_of_all(tmp_path: Path, bad: int) -> None:
+    run_ranks(2, _check_errors_of_one_rank, str(tmp_path), bad)
+
+
+def _check_results_that_are_no_json(rank: int) -> None:
+    for result, answers in ((rank and {1}, [1, 2]), (0, [1, {2}])):
+        with pytest.raises(StateError, match=r"TypeError: .*set is not JSON serializable"):
+            on_first_rank(
+                lambda result=result: result, lambda _, a=answers: a, torch.distributed.group.WORLD, StateError
+            )  # type: ignore[misc]
+
+
+def test_results_that_are_no_json_are_an_error_on_every_rank() -> None:
+    run_ranks(2, _check_results_that_are_no_json)
+
+
+def test_a_closed_publisher_leaves_its_folder_although_a_child_lives(tmp_path: Path) -> None:
+    publisher = zero.Publisher(_linears(), tmp_path)
+    ready, end = os.pipe(), os.pipe()
+    if not (child := os.fork()):
+        os.write(ready[1], b"1")
+        os.read(end[0], 1)
+        os._exit(0)
+    try:
+        os.read(ready[0], 1)
+        with pytest.raises(zero.PublicationError, match="has a publisher that runs"):
+            zero.Publisher(_linears(), tmp_path)
+        publisher.close()
+        zero.Publisher(_linears(), tmp_path).close()
+    finally:
+        os.write(end[1], b"1")
+        os.waitpid(child, 0)
+
+
+def test_a_child_does_not_hold_or_free_the_folder(tmp_path: Path) -> None:
+    def lock_is_open() -> bool:
+        return any(path.resolve() == tmp_path / "publisher" for path in Path("/proc/self/fd").iterdir())
+
+    with zero.Publisher(_linears(), tmp_path) as publisher:
+        assert lock_is_open()
+        if not (child := os.fork()):
+            is_open = lock_is_open()
+            publisher.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
+            os._exit(is_open)
+        assert os.waitpid(child, 0)[1] == 0
+        with pytest.raises(zero.PublicationError, match="has a publisher that runs"):
+            zero.Publisher(_linears(), tmp_path)
+
+
+def test_an_error_within_the_block_leaves_no_thread_and_no_values(tmp_path: Path) -> None:
+    model, before = _linears(), set(threading.enumerate())
+    with pytest.raises(KeyboardInterrupt), zero.Publisher(model, tmp_path) as publisher:  # noqa: PT012
+        publisher.publish()
+        raise KeyboardInterrupt
+    for thread in set(threading.enumerate()) - before:
+        thread.join(30)
+        assert not thread.is_alive()
+    assert not publisher._values
+    zero.Publisher(model, tmp_path).close()
