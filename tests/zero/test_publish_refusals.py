@@ -56,7 +56,7 @@ def test_what_is_published_tied_may_be_tied(tmp_path: Path) -> None:
     with zero.Publisher(model, tmp_path) as publisher:
         publisher.publish()
     assert zero.Subscriber(tmp_path, ours).update() == ["0.weight"]
-    assert torch.equal(ours[1].weight, model[0].weight)
+    assert torch.equal(ours.state_dict()["1.weight"], model.state_dict()["0.weight"])
     halves = torch.zeros(32)
     apart = {"0.weight": halves[:16].view(4, 4), "1.weight": halves[16:].view(4, 4)}
     with zero.Publisher(_linears(), tmp_path) as publisher:
@@ -74,7 +74,7 @@ def test_a_folder_that_was_emptied_and_filled_up_to_the_same_number(tmp_path: Pa
         with zero.Publisher(model, tmp_path) as publisher:
             publisher.publish(5)
         assert subscriber.wait(0.0) if waits else subscriber.update()
-        assert torch.equal(ours[1].weight, model[1].weight)
+        assert torch.equal(ours.state_dict()["1.weight"], model.state_dict()["1.weight"])
         assert subscriber.update() == []
 
 
@@ -97,10 +97,12 @@ def test_arguments_of_a_publisher(tmp_path: Path, arguments: Any, words: str) ->
 def test_versions_are_whole_numbers(tmp_path: Path) -> None:
     subscriber = zero.Subscriber(tmp_path, _linears())
     with zero.Publisher(_linears(), tmp_path) as publisher:
-        for version in (1.5, True, np.True_, -1, 2**63, "3", torch.tensor(0.5)):
+        bad: tuple[Any, ...] = (1.5, True, np.True_, -1, 2**63, "3", torch.tensor(0.5))
+        for version in bad:
             with pytest.raises(StateError, match="a version must be a whole number"):
-                publisher.publish(version)  # type: ignore[arg-type]
-        for version in (np.int64(3), torch.tensor(4), np.uint8(5)):
+                publisher.publish(version)
+        good: tuple[Any, ...] = (np.int64(3), torch.tensor(4), np.uint8(5))
+        for version in good:
             publisher.publish(version, snapshot=np.bool_(1))  # type: ignore[arg-type]
             publisher.wait()
             subscriber.update()
@@ -124,7 +126,7 @@ def _publish_and_wait(publisher: zero.Publisher) -> None:
 )
 @pytest.mark.parametrize("is_managed", [False, True])
 def test_a_buffer_that_changes_its_form(tmp_path: Path, value: Tensor | None, words: str, *, is_managed: bool) -> None:
-    model = _linears()
+    model: Any = _linears()
     model.register_buffer("count", torch.zeros(3, dtype=torch.int64))
     source = zero.ZeroOptimizer(model, torch.optim.SGD, lr=0.1) if is_managed else model
     with zero.Publisher(source, tmp_path) as publisher:
@@ -204,11 +206,12 @@ def test_an_error_of_one_rank_is_that_of_all(tmp_path: Path, bad: int) -> None:
 
 
 def _check_results_that_are_no_json(rank: int) -> None:
-    for result, answers in ((rank and {1}, [1, 2]), (0, [1, {2}])):
-        with pytest.raises(StateError, match=r"TypeError: .*set is not JSON serializable"):
-            on_first_rank(
-                lambda result=result: result, lambda _, a=answers: a, torch.distributed.group.WORLD, StateError
-            )  # type: ignore[misc]
+    group = torch.distributed.group.WORLD
+    with pytest.raises(StateError, match=r"TypeError: .*set is not JSON serializable"):
+        on_first_rank(lambda: {1} if rank else 0, lambda _: [1, 2], group, StateError)
+    with pytest.raises(StateError, match=r"TypeError: .*set is not JSON serializable"):
+        on_first_rank(lambda: 0, lambda _: [1, {2}], group, StateError)
+    assert on_first_rank(lambda: rank, lambda of_ranks: of_ranks[::-1], group, StateError) == 1 - rank
 
 
 def test_results_that_are_no_json_are_an_error_on_every_rank() -> None:
@@ -258,3 +261,45 @@ def test_an_error_within_the_block_leaves_no_thread_and_no_values(tmp_path: Path
         assert not thread.is_alive()
     assert not publisher._values
     zero.Publisher(model, tmp_path).close()
+
+
+def test_other_names_than_those_of_publications_are_ignored(tmp_path: Path) -> None:
+    for name in (f"n{chr(0x669) * 10}", "n000000009", "n00000000099", "n+000000009", "n9999999999.old"):
+        (tmp_path / name).mkdir()
+    with zero.Publisher(_linears(), tmp_path) as publisher:
+        _publish_and_wait(publisher)
+        assert (tmp_path / "n0000000001").is_dir()
+        subscriber = zero.Subscriber(tmp_path, _linears())
+        subscriber.update()
+        assert subscriber.version == 1
+
+
+def test_the_last_number_of_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "n9999999998").mkdir()
+    with zero.Publisher(_linears(), tmp_path) as publisher:
+        _publish_and_wait(publisher)
+        with pytest.raises(zero.PublicationError, match="has publication 9999999999, the last: use another folder"):
+            _publish_and_wait(publisher)
+    assert sorted(path.name for path in tmp_path.glob("n*")) == ["n9999999998", "n9999999999"]
+
+
+def test_only_verify_finds_a_change_in_what_no_patch_touches(tmp_path: Path) -> None:
+    model: Any = _linears()
+    ours: Any = _linears()
+    for each in (model, ours):
+        each.register_buffer("steps", torch.zeros(2, dtype=torch.int64))  # a chunk of its own
+    subscriber = zero.Subscriber(tmp_path, ours)
+    with zero.Publisher(model, tmp_path) as publisher:
+        _publish_and_wait(publisher)
+        subscriber.update()
+        ours.steps += 1
+        with torch.no_grad():
+            model[0].weight += 1
+        _publish_and_wait(publisher)
+        subscriber.update()
+        assert subscriber.version == 2
+        with pytest.raises(zero.PublicationError, match="'steps', or a tensor beside it, was changed"):
+            subscriber.verify()
+        subscriber.update()
+        subscriber.verify()
+        assert ours.steps.tolist() == [0, 0]

@@ -47,7 +47,8 @@ FORMAT, LAYOUT_FORMAT, FORMAT_VERSION = "zero-publication", "zero-publication-la
 MANIFEST = "manifest.json"
 MAX_DOCUMENT_NBYTES = 2**28
 MAX_NUMEL = 2**48
-NUMBERED = re.compile(r"n(\d{10})")
+MAX_NUMBER = 10**10 - 1
+NUMBERED = re.compile(r"n([0-9]{10})")
 DIGEST = re.compile(r"[0-9a-f]{64}")
 MALFORMED = (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RecursionError)
 """What reading a malformed document raises."""
@@ -276,7 +277,7 @@ def patch_offsets(layout: PublishedLayout, manifest: Manifest) -> Iterator[tuple
 
 
 def numbers_in(folder: Path) -> list[int]:
-    """The numbers of the publications in ``folder``, ascending. Links are not followed."""
+    """The numbers of the publications in ``folder``, ascending. Other names are ignored; links are not followed."""
     try:
         with os.scandir(folder) as entries:
             named = [(NUMBERED.fullmatch(e.name), e) for e in entries]

@@ -41,6 +41,7 @@ from zero._checkpoint.durability import create_file, make_folder, remove_file, r
 from zero._publish.manifest import (
     CODED,
     MANIFEST,
+    MAX_NUMBER,
     ChangedChunk,
     Manifest,
     PublishedLayout,
@@ -364,6 +365,8 @@ class _FirstRank:
                 self._set_layout([proposal["pieces"] for proposal in proposals])
             numbers = numbers_in(self._folder)
             number, base = max([*numbers, self._first_number - 1]) + 1, self._base(numbers)
+            if number > MAX_NUMBER:
+                raise PublicationError(f"{self._folder} has publication {MAX_NUMBER}, the last: use another folder")
             is_due = base is None or self._since_snapshot + 1 >= self._snapshot_every
             has_snapshot = is_due or any(proposal["snapshot"] for proposal in proposals)
             path = self._folder / f"{TEMPORARY}{number:010d}"

@@ -3,8 +3,9 @@
     newest > own?  patches in order, each: decode into memory of its own -> digests -> copy into the weights
                    the newest snapshot instead, if there is no way by patches, or it has fewer bytes; then patches
 
-Weights are written only after every bit of the new version was verified, and then copied to the end: an interrupt
-within the copy is raised after the copy was repeated, which gives the same values. So between calls the weights are
+Weights are written only after all that a patch changes, or a snapshot holds, was verified, and then copied to the end:
+an interrupt within the copy is raised after the copy was repeated, which gives the same values. What no patch changes
+is not read again: ``verify()`` compares it, too. So between calls the weights are
 those of one version, the last good one.
 
 Reading takes no lock. Publications are complete when they are seen, and vanish as a whole when they are pruned: what a
@@ -66,7 +67,8 @@ class Subscriber:
             shapes are the published ones. Tensors with the memory of another one (tied weights) may be extra. An empty
             dict is filled.
         lock: Held while weights are written, a part of :meth:`update` without file access; for example a
-            ``threading.Lock`` that requests of a server hold while they compute.
+            ``threading.Lock`` that requests of a server hold while they compute. Entered again for every version that
+            is copied, so not the one-time object that a ``@contextmanager`` function returns.
 
     Not for several threads at once. Memory: host memory for what an update changes, at most one copy of the weights.
     """
