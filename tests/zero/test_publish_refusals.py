@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -11,6 +12,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -21,6 +23,7 @@ import zero
 from tests.ranks import run_ranks
 from tests.zero.models import new_model
 from zcomm import ConfigError, LayoutError, StateError
+from zero._publish import manifest as manifests
 from zero._ranks.first_rank import on_first_rank
 
 
@@ -303,3 +306,30 @@ def test_only_verify_finds_a_change_in_what_no_patch_touches(tmp_path: Path) -> 
         subscriber.update()
         subscriber.verify()
         assert ours.steps.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("name", ["n0000000001/manifest.json", "layout-*.json"])
+def test_documents_are_bounded_by_the_targets_tensors_before_they_are_parsed(tmp_path: Path, name: str) -> None:
+    with zero.Publisher(_linears(), tmp_path) as publisher:
+        publisher.publish()
+    document = next(tmp_path.glob(name))
+    whole = document.read_bytes()
+    document.write_bytes(whole + b" " * 2**23 + b" " * 600)
+    with patch.object(json, "loads", wraps=json.loads) as parsed:
+        with pytest.raises(zero.PublicationError, match=r"for the tensors of this reader it has at most 83"):
+            zero.Subscriber(tmp_path, _linears()).update()
+        assert all(len(call.args[0]) < 2**20 for call in parsed.call_args_list)
+    zero.Subscriber(tmp_path, {}).update()  # knows no tensors
+    document.write_bytes(whole + b" " * 2**23)
+    zero.Subscriber(tmp_path, _linears()).update()
+
+
+def test_documents_of_many_small_tensors_with_long_names_are_read(tmp_path: Path) -> None:
+    count = 5000
+    tensors = {f"{chr(0xFC) * 60}{n}": nn.Parameter(torch.zeros([1] * 8)) for n in range(count)}
+    model = nn.ParameterDict(tensors)
+    with patch.object(manifests, "CHUNK_NUMEL", 1), zero.Publisher(model, tmp_path) as publisher:
+        publisher.publish()
+        publisher.wait()
+        ours = {name: torch.ones([1] * 8) for name in tensors}
+        assert len(zero.Subscriber(tmp_path, ours).update()) == count

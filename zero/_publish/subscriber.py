@@ -30,9 +30,11 @@ from zcomm._base.rank_context import clock
 from zcomm._kernels import ulps
 from zero._publish.manifest import (
     CODED,
+    MAX_DOCUMENT_NBYTES,
     Manifest,
     PublishedChunk,
     PublishedLayout,
+    max_document_nbytes,
     numbers_in,
     patch_name,
     patch_offsets,
@@ -181,7 +183,7 @@ class Subscriber:
         if self._now is None or self._now.number > numbers[-1]:
             return -1
         try:
-            run = read_manifest(self._folder, self._now.number).run
+            run = self._manifest(self._now.number).run
         except PublicationError:  # pruned
             return self._now.number
         return self._now.number if run == self._now.run else -1
@@ -191,10 +193,17 @@ class Subscriber:
         found, trouble = [], None
         for number in numbers:
             try:
-                found.append(read_manifest(self._folder, number))
+                found.append(self._manifest(number))
             except PublicationError as error:
                 trouble = error
         return found, trouble
+
+    def _manifest(self, number: int) -> Manifest:
+        return read_manifest(self._folder, number, self._max_document_nbytes())
+
+    def _max_document_nbytes(self) -> int:
+        given = self._given()
+        return max_document_nbytes(given) if given else MAX_DOCUMENT_NBYTES
 
     def _way(self, manifests: list[Manifest]) -> list[Manifest]:
         """The patches that lead on from the version of the weights, as far as they do."""
@@ -215,7 +224,10 @@ class Subscriber:
 
     def _load(self, manifest: Manifest) -> None:
         """Take a snapshot."""
-        layout, digests = read_layout(self._folder, manifest.layout), list(manifest.digests or ())
+        layout, digests = (
+            read_layout(self._folder, manifest.layout, self._max_document_nbytes()),
+            list(manifest.digests or ()),
+        )
         if len(digests) != len(layout.chunks) or root_of(digests) != manifest.root:
             raise PublicationError(f"the digests of publication {manifest.number} do not fit each other")
         self._check_fit(layout)
