@@ -239,6 +239,15 @@ def test_a_closed_publisher_leaves_its_folder_although_a_child_lives(tmp_path: P
         os.waitpid(child, 0)
 
 
+def test_a_closed_publisher_frees_its_folder_although_its_lock_was_inherited(tmp_path: Path) -> None:
+    publisher = zero.Publisher(_linears(), tmp_path)
+    assert publisher._first is not None
+    inherited = os.dup(publisher._first._lock)  # as by a child that was forked by other means than os.fork
+    publisher.close()
+    zero.Publisher(_linears(), tmp_path).close()
+    os.close(inherited)
+
+
 def test_a_child_does_not_hold_or_free_the_folder(tmp_path: Path) -> None:
     def lock_is_open() -> bool:
         return any(path.resolve() == tmp_path / "publisher" for path in Path("/proc/self/fd").iterdir())
