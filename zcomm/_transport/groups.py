@@ -212,6 +212,6 @@ class Background:
     def submit(self, function: Callable[[], T]) -> Future[T]:
         return self._thread.submit(bound(function))
 
-    def close(self) -> None:
-        """Wait for everything submitted. Errors are raised by the futures."""
-        self._thread.shutdown(wait=True)
+    def close(self, *, waits: bool = True) -> None:
+        """End the thread after everything submitted, and wait for that. Errors are raised by the futures."""
+        self._thread.shutdown(wait=waits)

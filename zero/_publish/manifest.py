@@ -46,8 +46,10 @@ CODED = frozenset({torch.bfloat16, torch.float16})
 FORMAT, LAYOUT_FORMAT, FORMAT_VERSION = "zero-publication", "zero-publication-layout", 1
 MANIFEST = "manifest.json"
 MAX_DOCUMENT_NBYTES = 2**28
+"""Of a document, whose tensors a reader does not know yet."""
 MAX_NUMEL = 2**48
-NUMBERED = re.compile(r"n(\d{10})")
+MAX_NUMBER = 10**10 - 1
+NUMBERED = re.compile(r"n([0-9]{10})")
 DIGEST = re.compile(r"[0-9a-f]{64}")
 MALFORMED = (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RecursionError)
 """What reading a malformed document raises."""
@@ -130,18 +132,29 @@ class PublishedLayout:
         return sum(chunk.numel * chunk.dtype.itemsize for chunk in self.chunks)
 
 
+def max_document_nbytes(tensors: Mapping[str, torch.Tensor]) -> int:
+    """The most bytes of a document for a reader with ``tensors``: parsing may take twenty times as many.
+
+    A layout has each name, dtype and shape once, and pieces; a manifest has 100 to 200 bytes for a chunk. There is at
+    most one more piece and chunk for every bucket and rank than the sizes need: those are in the constant.
+    """
+    of_tensors = sum(6 * len(name) + 32 * own.dim() + 256 for name, own in tensors.items())
+    nbytes = sum(own.numel() * own.element_size() for own in tensors.values())
+    return min(2**23 + of_tensors + nbytes // 2**10, MAX_DOCUMENT_NBYTES)
+
+
 def layout_path(folder: Path, digest: str) -> Path:
     return folder / f"layout-{digest}.json"
 
 
-def read_layout(folder: Path, digest: str) -> PublishedLayout:
-    """Read the layout whose document has ``digest``.
+def read_layout(folder: Path, digest: str, max_nbytes: int = MAX_DOCUMENT_NBYTES) -> PublishedLayout:
+    """Read the layout whose document has ``digest``, and at most ``max_nbytes``.
 
     Raises:
         PublicationError: It is missing, damaged or malformed.
     """
     path = layout_path(folder, digest)
-    content = unseal(path, LAYOUT_FORMAT)
+    content = unseal(path, LAYOUT_FORMAT, max_nbytes)
     with reading(path):
         tensors = {str(name): (DTYPES[code], tuple(map(_size, shape))) for name, code, shape in content["tensors"]}
         if any(prod(shape) > MAX_NUMEL for _, shape in tensors.values()) or len(tensors) != len(content["tensors"]):
@@ -213,14 +226,14 @@ class Manifest:
         return seal(FORMAT, vars(self))
 
 
-def read_manifest(folder: Path, number: int) -> Manifest:
-    """Read the manifest of publication ``number``.
+def read_manifest(folder: Path, number: int, max_nbytes: int = MAX_DOCUMENT_NBYTES) -> Manifest:
+    """Read the manifest of publication ``number``, which has at most ``max_nbytes``.
 
     Raises:
         PublicationError: It is missing, damaged, malformed, or of another version of the format.
     """
     path = publication_path(folder, number) / MANIFEST
-    content = unseal(path, FORMAT)
+    content = unseal(path, FORMAT, max_nbytes)
     with reading(path):
         changes = tuple(ChangedChunk(_size(n), _size(nbytes), _digest(d)) for n, nbytes, d in content["changes"])
         if any(a.number >= b.number for a, b in pairwise(changes)):
@@ -276,7 +289,7 @@ def patch_offsets(layout: PublishedLayout, manifest: Manifest) -> Iterator[tuple
 
 
 def numbers_in(folder: Path) -> list[int]:
-    """The numbers of the publications in ``folder``, ascending. Links are not followed."""
+    """The numbers of the publications in ``folder``, ascending. Other names are ignored; links are not followed."""
     try:
         with os.scandir(folder) as entries:
             named = [(NUMBERED.fullmatch(e.name), e) for e in entries]
@@ -296,16 +309,16 @@ def seal(form: str, content: Any) -> bytes:
     ).encode()
 
 
-def unseal(path: Path, form: str) -> dict[str, Any]:
-    """The content of a document of :func:`seal`.
+def unseal(path: Path, form: str, max_nbytes: int) -> dict[str, Any]:
+    """The content of a document of :func:`seal`. Nothing of one with more than ``max_nbytes`` is read.
 
     Raises:
         PublicationError: It cannot be read, is damaged, or is not a document of this format and version.
     """
     with reading(path), open_own(path) as file:
-        if os.fstat(file.fileno()).st_size > MAX_DOCUMENT_NBYTES:
-            raise ValueError(f"it has more than {MAX_DOCUMENT_NBYTES} bytes")
-        document = json.loads(file.read(MAX_DOCUMENT_NBYTES))
+        if (nbytes := os.fstat(file.fileno()).st_size) > max_nbytes:
+            raise ValueError(f"it has {nbytes} bytes, for the tensors of this reader it has at most {max_nbytes}")
+        document = json.loads(file.read(max_nbytes))
         if document["format"] != form:
             raise ValueError(f"it is not a {form}")
         if document["version"] != FORMAT_VERSION:

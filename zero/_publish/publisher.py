@@ -15,6 +15,7 @@ import errno
 import fcntl
 import hashlib
 import json
+import operator
 import os
 import secrets
 import shutil
@@ -26,18 +27,21 @@ from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 
-from zcomm import StateError, Topology
+from zcomm import ConfigError, StateError, Topology
 from zcomm._base.rank_context import clock
 from zcomm._kernels import ulps
+from zcomm._transport.call_context import public_call
 from zcomm._transport.groups import Background
 from zero._checkpoint.durability import create_file, make_folder, remove_file, replace_file, sync_folder
 from zero._publish.manifest import (
     CODED,
     MANIFEST,
+    MAX_NUMBER,
     ChangedChunk,
     Manifest,
     PublishedLayout,
@@ -51,7 +55,7 @@ from zero._publish.manifest import (
     root_of,
 )
 from zero._publish.snapshot_files import SnapshotWriter, create_files, model_documents, plan_files
-from zero._publish.weights import PublishedWeights, weights_of
+from zero._publish.weights import PublishedWeights, topology_of, weights_of
 from zero._ranks.collective_calls import calling_over, collective
 from zero._ranks.first_rank import on_first_rank
 from zero._ranks.rank_errors import is_agreed, on_every_rank, share_text
@@ -89,12 +93,16 @@ class Publisher:
         folder: Where to, on a file system that all ranks see; created if it is missing. For one publisher at a time.
         snapshot_every: Write a snapshot with every so many publications. The first has one in any case.
         keep: How many publications stay at least. Those since the last snapshot always do.
-        dtype: Publish floating-point parameters in this dtype, for example a float32 model in bfloat16.
+        dtype: Publish floating-point parameters in this floating-point dtype, for example a float32 model in bfloat16.
+            Values beyond its range become infinite: those from 65520 on in float16.
 
     Raises:
-        PublicationError: Another publisher has the folder, or it cannot be made. The same on every rank.
-        LayoutError: A tensor cannot be published. The same on every rank.
+        PublicationError: Another publisher has the folder, or it cannot be made.
+        LayoutError: A tensor cannot be published, or the ranks' arguments differ.
+        ConfigError: ``dtype`` is no floating-point dtype, or a number is not a whole one of at least 1.
         StateError: A model was passed that a ZeroOptimizer manages.
+
+    With several ranks, an error of one is raised on all.
 
     Cost for each rank, S the bytes of its shard in the published dtype: S of host memory for the weights last
     published, and S more from a call of ``publish`` until it is written; the call itself copies and compares S bytes.
@@ -109,34 +117,37 @@ class Publisher:
         keep: int = 32,
         dtype: torch.dtype | None = None,
     ) -> None:
-        if snapshot_every < 1 or keep < 1:
-            raise StateError(f"both must be at least 1: snapshot_every={snapshot_every}, keep={keep}")
-        weights = weights_of(source, dtype)
-        self.topology: Topology | None = weights.topology
-        self._weights, self._snapshot_every, self._keep = weights, snapshot_every, keep
+        self.topology: Topology | None = topology_of(source)
         self._rank = 0 if self.topology is None else self.topology.rank
-        self._chunks = chunks_of(weights.pieces, weights.tensors, self._rank)
         self._values: dict[int, Tensor] = {}
         """The last published values of this rank's chunks."""
         self._has_published = False
-        self._files = plan_files(weights.tensors)
         self._pending: Future[None] | None = None
         self._is_closed = False
         self._first: _FirstRank | None = None
-        with calling_over(self.topology, "zero.Publisher()"):
-            path = Path(folder).absolute()
-            if self.topology is not None:
-                path = Path(share_text(str(path), 0, self.topology))
-                on_every_rank(partial(self._open, path), self.topology)
-            else:
-                self._open(path)
-            self._background = Background(None) if self.topology is None else self.topology.background
-        self.folder = path
-        """The folder, absolute."""
 
-    def _open(self, path: Path) -> None:
-        if self._rank == 0:
-            self._first = _FirstRank(path, self._weights, self._snapshot_every, self._keep)
+        def prepare() -> tuple[PublishedWeights, str]:
+            _check_counts(snapshot_every=snapshot_every, keep=keep)
+            return weights_of(source, dtype), os.fsdecode(Path(folder).absolute())
+
+        def claim() -> _FirstRank | None:
+            return _FirstRank(Path(path), self._weights, snapshot_every, keep) if self._rank == 0 else None
+
+        with calling_over(self.topology, "zero.Publisher()"):
+            if self.topology is None:
+                self._weights, path = prepare()
+                self._first = claim()
+                self._background = Background(None)
+            else:
+                fact = f"zero.Publisher(snapshot_every={snapshot_every}, keep={keep}, dtype={dtype})"
+                self._weights, path = on_every_rank(prepare, self.topology, fact=fact)
+                path = share_text(path, 0, self.topology)
+                self._first = on_every_rank(claim, self.topology)
+                self._background = self.topology.background
+        self._chunks = chunks_of(self._weights.pieces, self._weights.tensors, self._rank)
+        self._files = plan_files(self._weights.tensors)
+        self.folder = Path(path)
+        """The folder, absolute."""
 
     @collective(of=lambda publisher: publisher.topology, alone=True)
     def publish(self, version: int | None = None, *, snapshot: bool = False) -> None:
@@ -149,22 +160,27 @@ class Publisher:
 
         Raises:
             PublicationError: The last publication could not be written; the same on every rank. Subscribers stay at
-                the one before, and the next call publishes all changes since that.
-            StateError: The publisher is closed, or the version is negative.
+                the one before, and the next call publishes all changes since that. With several ranks, it is also how
+                the next call, ``wait`` or ``close`` tells all ranks that one has passed a bad version, or that a
+                tensor has another dtype or shape than when the publisher was made.
+            StateError: The publisher or the ZeroOptimizer is closed; in one process, also a version that is no whole
+                number of at least 0.
+            LayoutError: In one process: a tensor has another dtype or shape than when the publisher was made.
         """
-        closed = self._is_closed
-        if closed or not 0 <= (version or 0) < 2**63:
-            raise StateError(f"the publisher must be open, and versions at least 0: {closed=}, version={version}")
+        if self._is_closed:
+            raise StateError("the publisher must be open: this one is closed, make another")
+        if self._weights.is_closed():
+            raise StateError("the ZeroOptimizer is closed: publish before, and close the publisher first")
         self.wait()
-        changed, error = {}, None
+        job = _Publication(None, False, {}, None)
         try:
-            changed = self._changed()
+            job = _Publication(_version_of(version), bool(snapshot), self._changed(), None)
         except Exception as caught:
-            if is_agreed(caught):
+            if is_agreed(caught) or self.topology is None:
                 raise
             # Raised by the thread, where all ranks learn of it: the others wait there for this one.
-            error = caught
-        self._pending = self._background.submit(partial(self._run, _Publication(version, snapshot, changed, error)))
+            job = job._replace(error=caught)
+        self._pending = self._background.submit(partial(self._run, job))
 
     def wait(self) -> None:
         """Wait until what was published last is durable on every rank. Raises its error, once."""
@@ -181,9 +197,7 @@ class Publisher:
         try:
             self.wait()
         finally:
-            self._values.clear()
-            if self._first is not None:
-                self._first.close()
+            self._leave()
             if self.topology is None:
                 self._background.close()
 
@@ -197,11 +211,19 @@ class Publisher:
             self.close()
             return
         # Nothing collective, and no waiting: other ranks may have no error, and be elsewhere.
-        first, self._is_closed = self._first, True
-        if first is not None and self._pending is not None:
-            self._pending.add_done_callback(lambda _: first.close())
-        elif first is not None:
-            first.close()
+        pending, self._pending, self._is_closed = self._pending, None, True
+        if pending is not None:
+            pending.add_done_callback(lambda _: self._leave())
+        else:
+            self._leave()
+        if self.topology is None:
+            self._background.close(waits=False)
+
+    def _leave(self) -> None:
+        """Free the values, and leave the folder."""
+        self._values.clear()
+        if self._first is not None:
+            self._first.close()
 
     def _changed(self) -> dict[int, Tensor]:
         """Copies of the chunks of this rank that differ from the last publication, by number."""
@@ -224,6 +246,7 @@ class Publisher:
         assert next(sizes, None) is None, "the pieces of a rank stay the same"
         return changed
 
+    @public_call("Publisher.publish")  # what errors name: a thread has no call of its own
     def _run(self, job: _Publication) -> None:
         """Write one publication. In the background thread of every rank."""
         first, group = self._first, self._background.group
@@ -239,7 +262,7 @@ class Publisher:
 
     def _propose(self, job: _Publication) -> dict[str, Any]:
         if job.error is not None:
-            raise PublicationError(f"the weights could not be copied: {job.error!r}") from job.error
+            raise PublicationError(f"rank {self._rank} could not copy the weights: {job.error!r}") from job.error
         pieces = None if self._has_published else [list(chunk.pieces) for chunk in self._chunks]
         return {"version": job.version, "snapshot": job.snapshot, "pieces": pieces}
 
@@ -279,6 +302,27 @@ class Publisher:
             writer.close()
 
 
+def _check_counts(**counts: int) -> None:
+    for name, count in counts.items():
+        if isinstance(count, bool) or not hasattr(count, "__index__") or operator.index(count) < 1:
+            raise ConfigError(f"{name} must be a whole number of at least 1: got {count!r}")
+
+
+def _version_of(version: int | None) -> int | None:
+    """``version`` as JSON stores it.
+
+    Raises:
+        StateError: It is not a whole number of at least 0.
+    """
+    if version is None:
+        return None
+    with suppress(TypeError):
+        number = operator.index(version)
+        if not isinstance(version, bool) and 0 <= number < 2**63:
+            return number
+    raise StateError(f"a version must be a whole number of at least 0: got {version!r}")
+
+
 def _of(first: _FirstRank | None, name: str) -> Callable[[list[Any]], list[Any]]:
     """A method of ``first``; ranks that are not the first answer nothing."""
     found: Callable[[list[Any]], list[Any]] = getattr(first, name, list)
@@ -308,6 +352,7 @@ class _FirstRank:
         self._digests: list[str] = []
         self._draft: tuple[Path, Manifest] | None = None
         """The publication that is being written, and where."""
+        _LOCKING.add(self)
 
     def plan(self, proposals: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Answer the proposals of the ranks: where to write, and what."""
@@ -320,6 +365,8 @@ class _FirstRank:
                 self._set_layout([proposal["pieces"] for proposal in proposals])
             numbers = numbers_in(self._folder)
             number, base = max([*numbers, self._first_number - 1]) + 1, self._base(numbers)
+            if number > MAX_NUMBER:
+                raise PublicationError(f"{self._folder} has publication {MAX_NUMBER}, the last: use another folder")
             is_due = base is None or self._since_snapshot + 1 >= self._snapshot_every
             has_snapshot = is_due or any(proposal["snapshot"] for proposal in proposals)
             path = self._folder / f"{TEMPORARY}{number:010d}"
@@ -380,8 +427,12 @@ class _FirstRank:
             shutil.rmtree(self._draft[0], ignore_errors=True)
             self._draft = None
 
-    def close(self) -> None:
+    def close(self, *, frees: bool = True) -> None:
+        """Close the lock file. ``frees``: even while a child that was forked before has it open."""
         if self._lock >= 0:
+            if frees:
+                with suppress(OSError):  # no locks on this file system
+                    fcntl.flock(self._lock, fcntl.LOCK_UN)
             os.close(self._lock)
             self._lock = -1
 
@@ -431,6 +482,18 @@ class _FirstRank:
         for path in self._folder.glob("layout-*.json"):
             if path != layout_path(self._folder, newest.layout) and path.stem.removeprefix("layout-") not in used:
                 path.unlink()
+
+
+_LOCKING: WeakSet[_FirstRank] = WeakSet()
+
+
+def _close_locks() -> None:
+    """In a child: else it would keep the folders of its parent locked after that has died."""
+    for first in _LOCKING:
+        first.close(frees=False)
+
+
+os.register_at_fork(after_in_child=_close_locks)
 
 
 def _check_visible(folder: Path, results: list[dict[str, Any]]) -> None:

@@ -3,8 +3,9 @@
     newest > own?  patches in order, each: decode into memory of its own -> digests -> copy into the weights
                    the newest snapshot instead, if there is no way by patches, or it has fewer bytes; then patches
 
-Weights are written only after every bit of the new version was verified, and then copied to the end: an interrupt
-within the copy is raised after the copy was repeated, which gives the same values. So between calls the weights are
+Weights are written only after all that a patch changes, or a snapshot holds, was verified, and then copied to the end:
+an interrupt within the copy is raised after the copy was repeated, which gives the same values. What no patch changes
+is not read again: ``verify()`` compares it, too. So between calls the weights are
 those of one version, the last good one.
 
 Reading takes no lock. Publications are complete when they are seen, and vanish as a whole when they are pruned: what a
@@ -17,6 +18,7 @@ import hashlib
 import os
 from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, nullcontext
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,9 +30,11 @@ from zcomm._base.rank_context import clock
 from zcomm._kernels import ulps
 from zero._publish.manifest import (
     CODED,
+    MAX_DOCUMENT_NBYTES,
     Manifest,
     PublishedChunk,
     PublishedLayout,
+    max_document_nbytes,
     numbers_in,
     patch_name,
     patch_offsets,
@@ -65,7 +69,8 @@ class Subscriber:
             shapes are the published ones. Tensors with the memory of another one (tied weights) may be extra. An empty
             dict is filled.
         lock: Held while weights are written, a part of :meth:`update` without file access; for example a
-            ``threading.Lock`` that requests of a server hold while they compute.
+            ``threading.Lock`` that requests of a server hold while they compute. Entered again for every version that
+            is copied, so not the one-time object that a ``@contextmanager`` function returns.
 
     Not for several threads at once. Memory: host memory for what an update changes, at most one copy of the weights.
     """
@@ -100,14 +105,17 @@ class Subscriber:
             PublicationError: The newest version cannot be reached: what it needs is missing, damaged, of another run,
                 or of another version of the format. The weights are those of :attr:`version`, the best that can be
                 reached. The next call tries again.
-            LayoutError: The target has other tensors, dtypes or shapes than what is published. It is unchanged.
+            LayoutError: The target has other tensors, dtypes or shapes than what is published, ties tensors that were
+                published apart, or is on the meta device. It is unchanged.
+
+        Cost if nothing is new: the names in the folder, and one manifest.
         """
         self._names = {}
         self._write()  # what an interrupt has left
         for attempt in range(ATTEMPTS):
             numbers = numbers_in(self._folder)
             try:
-                if numbers and (self._now is None or numbers[-1] != self._now.number):
+                if numbers:
                     self._follow(numbers)
                 break
             except PublicationError:
@@ -117,10 +125,10 @@ class Subscriber:
 
     def wait(self, timeout: float, *, poll_s: float = 0.1) -> list[str]:
         """:meth:`update` as soon as there is something new; looks every ``poll_s`` seconds, ``timeout`` at most."""
-        end, before = clock().monotonic() + timeout, None if self._now is None else self._now.number
+        end, before = clock().monotonic() + timeout, self._now
         while True:
             names = self.update()
-            if (None if self._now is None else self._now.number) != before or clock().monotonic() >= end:
+            if self._now is not before or clock().monotonic() >= end:
                 return names
             clock().sleep(poll_s)
 
@@ -175,7 +183,7 @@ class Subscriber:
         if self._now is None or self._now.number > numbers[-1]:
             return -1
         try:
-            run = read_manifest(self._folder, self._now.number).run
+            run = self._manifest(self._now.number).run
         except PublicationError:  # pruned
             return self._now.number
         return self._now.number if run == self._now.run else -1
@@ -185,10 +193,17 @@ class Subscriber:
         found, trouble = [], None
         for number in numbers:
             try:
-                found.append(read_manifest(self._folder, number))
+                found.append(self._manifest(number))
             except PublicationError as error:
                 trouble = error
         return found, trouble
+
+    def _manifest(self, number: int) -> Manifest:
+        return read_manifest(self._folder, number, self._max_document_nbytes())
+
+    def _max_document_nbytes(self) -> int:
+        given = self._given()
+        return max_document_nbytes(given) if given else MAX_DOCUMENT_NBYTES
 
     def _way(self, manifests: list[Manifest]) -> list[Manifest]:
         """The patches that lead on from the version of the weights, as far as they do."""
@@ -209,7 +224,10 @@ class Subscriber:
 
     def _load(self, manifest: Manifest) -> None:
         """Take a snapshot."""
-        layout, digests = read_layout(self._folder, manifest.layout), list(manifest.digests or ())
+        layout, digests = (
+            read_layout(self._folder, manifest.layout, self._max_document_nbytes()),
+            list(manifest.digests or ()),
+        )
         if len(digests) != len(layout.chunks) or root_of(digests) != manifest.root:
             raise PublicationError(f"the digests of publication {manifest.number} do not fit each other")
         self._check_fit(layout)
@@ -291,16 +309,34 @@ class Subscriber:
             return
         for name, described in layout.tensors.items():
             own = given.get(name)
-            if own is None or (own.dtype, tuple(own.shape)) != described or not own.is_contiguous():
-                found = "no such tensor" if own is None else f"{own.dtype} {tuple(own.shape)}, strides {own.stride()}"
+            if own is None or (own.dtype, tuple(own.shape)) != described or not own.is_contiguous() or own.is_meta:
+                found = "no such tensor"
+                if own is not None:
+                    found = f"{own.dtype} {tuple(own.shape)}, strides {own.stride()}, on {own.device}"
                 raise LayoutError(
                     f"the target must be the published model: {name!r} is {described[0]} {described[1]} in "
                     f"{self._folder}, here {found}; Publisher(dtype=...) publishes another dtype"
                 )
+        _check_apart({name: given[name] for name in layout.tensors})
         known = {(given[name].data_ptr(), given[name].shape) for name in layout.tensors}
         extra = [name for name, own in given.items() if own.numel() and (own.data_ptr(), own.shape) not in known]
         if extra:
             raise LayoutError(f"the target must be the published model: {self._folder} does not have {extra[:5]}")
+
+
+def _check_apart(tensors: Mapping[str, Tensor]) -> None:
+    """Raise LayoutError if two of ``tensors``, which are contiguous, share memory: each has published values."""
+    spans = sorted(
+        (str(own.device), own.data_ptr(), own.data_ptr() + own.numel() * own.element_size(), name)
+        for name, own in tensors.items()
+        if own.numel()
+    )
+    for (device, _, stop, name), (other_device, start, _, other) in pairwise(spans):
+        if device == other_device and start < stop:
+            raise LayoutError(
+                f"{name!r} and {other!r} share memory in the target, but were published apart: tie them where they are "
+                "trained, as one parameter, or nowhere"
+            )
 
 
 def replayed(folder: Path, weights: dict[str, Tensor]) -> Iterator[Manifest]:

@@ -7,17 +7,17 @@ both             persistent buffers, those of the first rank
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from zcomm import LayoutError, StateError, Topology
+from zcomm import ConfigError, LayoutError, StateError, Topology
 from zero._checkpoint.flat_parts import named_buffers
 from zero._publish.manifest import Described, TensorPiece
 from zero._sharding.bucket import Bucket, is_managed
-from zero._storage.safetensors_file import is_storable
+from zero._storage.safetensors_file import CODES, is_storable
 from zero.optimizer import ZeroOptimizer
 
 
@@ -35,15 +35,28 @@ class PublishedWeights(NamedTuple):
     """The ranks; None: this process alone."""
     dtype: torch.dtype | None
     """Of the parameters, if they have one."""
+    is_closed: Callable[[], bool] = lambda: False
+    """Whether the ZeroOptimizer that managed them is closed."""
+
+
+def topology_of(source: Any) -> Topology | None:
+    """The ranks that publish ``source`` together; None: this process alone."""
+    optimizer = getattr(source, "optimizer", source)
+    return optimizer.topology if isinstance(optimizer, ZeroOptimizer) else None
 
 
 def weights_of(source: Any, dtype: torch.dtype | None) -> PublishedWeights:
-    """The weights of a ZeroOptimizer, of an Engine, or of a model in one process.
+    """The weights of a ZeroOptimizer, of an Engine, or of a model in one process. Not collective.
 
     Raises:
+        ConfigError: ``dtype`` is no floating-point dtype that a file can have.
         LayoutError: A tensor cannot be stored.
         StateError: The model is managed by a ZeroOptimizer that was not passed, or split over model-parallel ranks.
     """
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype in CODES):
+        raise ConfigError(
+            f"weights are published in a floating-point torch.dtype such as torch.bfloat16: got {dtype!r}"
+        )
     optimizer = getattr(source, "optimizer", source)
     if isinstance(optimizer, ZeroOptimizer):
         return _of_optimizer(optimizer, dtype)
@@ -71,6 +84,17 @@ def _check(name: str, tensor: Tensor) -> None:
         )
 
 
+def _unchanged(name: str, tensors: Mapping[str, Tensor], dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    """The tensor ``name``, flat, which must be as it was when the publisher was made."""
+    found = tensors.get(name)
+    if found is None or (found.dtype, tuple(found.shape)) != (dtype, shape):
+        what = "is missing" if found is None else f"is {found.dtype} {tuple(found.shape)}"
+        raise LayoutError(
+            f"{name!r} was {dtype} {shape} when the publisher was made, and {what}: close it, and make another one"
+        )
+    return found.detach().reshape(-1)
+
+
 def _whole(described: Described) -> list[TensorPiece]:
     """Every tensor as one piece."""
     pieces = [TensorPiece(name, 0, torch.Size(shape).numel()) for name, (_, shape) in described.items()]
@@ -84,13 +108,14 @@ def _of_module(model: nn.Module, dtype: torch.dtype | None) -> PublishedWeights:
     for name, param in params.items():
         _check(name, param.data)
     described = {name: (_cast(p.dtype, dtype), tuple(p.shape)) for name, p in params.items()}
-    described |= _described_buffers(model)
+    own = {name: (p.dtype, tuple(p.shape)) for name, p in params.items()} | (buffers := _described_buffers(model))
+    described |= buffers
     pieces, common = _whole(described), {_cast(p.dtype, dtype) for p in params.values()}
 
     def values() -> Iterator[Tensor]:
         tensors: dict[str, Tensor] = {**dict(model.named_parameters()), **named_buffers(model)}
         for name, _, _ in pieces:
-            yield tensors[name].detach().reshape(-1)
+            yield _unchanged(name, tensors, *own[name])
 
     return PublishedWeights(model, described, pieces, values, None, common.pop() if len(common) == 1 else None)
 
@@ -126,7 +151,7 @@ def _of_optimizer(optimizer: ZeroOptimizer, dtype: torch.dtype | None) -> Publis
                     yield master
         of_model = named_buffers(runtime.model)
         for name, _, _ in whole:
-            yield of_model[name].detach().reshape(-1)
+            yield _unchanged(name, of_model, *buffers[name])
 
     one = common.pop() if len(common) == 1 else None
-    return PublishedWeights(runtime.model, described, pieces + whole, values, topology, one)
+    return PublishedWeights(runtime.model, described, pieces + whole, values, topology, one, lambda: runtime.is_closed)

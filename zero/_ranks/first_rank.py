@@ -33,25 +33,27 @@ def on_first_rank(
     Raises:
         ZcommError: A ``kind``: the error of the first rank whose ``call`` failed, or of ``answers_of``; on all ranks.
     """
-    texts = control.texts_to_first(json.dumps(_outcome(call, kind)), group)
+    texts = control.texts_to_first(_outcome(call, kind), group)
     answers = []
     if texts:
         of_ranks = [json.loads(text) for text in texts]
-        failed = [outcome for outcome in of_ranks if "error" in outcome]
+        failed = [text for text, outcome in zip(texts, of_ranks, strict=True) if "error" in outcome]
         total = failed[0] if failed else _outcome(lambda: answers_of([outcome["value"] for outcome in of_ranks]), kind)
-        of_each = [total] * len(texts) if "error" in total else [{"value": value} for value in total["value"]]
-        answers = [json.dumps(one) for one in of_each]
+        outcome = json.loads(total)
+        answers = (
+            [total] * len(texts) if "error" in outcome else [json.dumps({"value": value}) for value in outcome["value"]]
+        )
     answer = json.loads(control.text_from_first(answers, group))
     if "error" in answer:
         raise kind(answer["error"])
     return answer["value"]
 
 
-def _outcome(call: Callable[[], Any], kind: type[ZcommError]) -> dict[str, Any]:
+def _outcome(call: Callable[[], Any], kind: type[ZcommError]) -> str:
     """The result of ``call``, or its error, as JSON. It is sent in any case: the other ranks wait for it."""
     try:
-        return {"value": call()}
+        return json.dumps({"value": call()})
     except kind as error:
-        return {"error": str(error)}
+        return json.dumps({"error": str(error)})
     except Exception as error:
-        return {"error": f"{type(error).__name__}: {error}"}
+        return json.dumps({"error": f"{type(error).__name__}: {error}"})
