@@ -167,7 +167,9 @@ def build_engine(configuration: Configuration, model: nn.Module, lr: float, topo
 def _optimizers(model: nn.Module, lr: float, *, has_muon: bool) -> list[Optimizer]:
     if not has_muon:
         return [AdamW(model.parameters(), lr=lr, **ADAM)]
-    matrices, others, _ = split_for_muon(model)
+    # Query, key and value as one matrix, as other systems' Muon takes them.
+    names = {name.rpartition(".")[2] for name, _ in model.named_modules()} & {"query_key_value", "c_attn"}
+    matrices, others, _ = split_for_muon(model, {f"{name}.weight": 1 for name in names})
     return [Muon(matrices, **MUON), AdamW(others, lr=lr, **ADAM)]
 
 

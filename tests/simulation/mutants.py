@@ -25,7 +25,7 @@ TAGGED, LOG, WORK = (f"zcomm/_transport/{name}.py" for name in ("tagged", "colle
 ERRORS, CONTROL, DAEMON = "zero/_ranks/rank_errors.py", "zcomm/control.py", "zcomm/_base/daemon_threads.py"
 REDUCER, GATHERER, WRITE_BACK = "zero/_gradients/reducer.py", "zero/_gather/gatherer.py", "zero/_runtime/write_back.py"
 DELAYED, DURABLE, COMMIT = "zero/_optim/delayed_update.py", "zero/_checkpoint/durability.py", "zero/_checkpoint/dcp.py"
-SAVE = "zero/_checkpoint/collective_save.py"
+SAVE, FIRST_RANK = "zero/_checkpoint/collective_save.py", "zero/_ranks/first_rank.py"
 
 
 class ProtocolMutant(NamedTuple):
@@ -190,7 +190,7 @@ MUTANTS = (
     ),
     ProtocolMutant(
         "a commit of what was not written: only the first rank's outcome counts",
-        SAVE, "failed = [outcome for outcome in of_ranks if \"error\" in outcome]", "failed = [outcome for outcome in of_ranks[:1] if \"error\" in outcome]", "checkpoints",
+        FIRST_RANK, "zip(texts, of_ranks, strict=True) if \"error\" in outcome]", "zip(texts[:1], of_ranks[:1], strict=True) if \"error\" in outcome]", "checkpoints",
     ),
 )  # fmt: skip
 

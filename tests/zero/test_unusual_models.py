@@ -258,7 +258,8 @@ def test_a_parameter_that_leaves_a_module_within_its_unit_stays_valid(*, is_view
     with zero_optimizer_of_one(model) as optimizer:
         for _ in range(3):
             loss, expected = loss_of_all(model), loss_of_all(plain)
-            torch.testing.assert_close(loss, expected)
+            # The loss grows a thousandfold, and rounding with it; a stale value would change its first digits.
+            torch.testing.assert_close(loss, expected, rtol=1e-4, atol=0)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()

@@ -75,7 +75,7 @@ class DeltaGather:
     ) -> None:
         (replica,) = check_arguments(group, numbering=numbering, replica=replica)
         check_choice("over", over, ("world", "nodes"), TopologyError)
-        self._is_exact = format == EXACT
+        self._is_exact = isinstance(format, str) and format == EXACT
         self._format, self._numbering = get_format("none" if self._is_exact else format), numbering
         self._route = find_route("delta_gather", group, self._format, first="inter")
         self._route.check_device(replica.device)

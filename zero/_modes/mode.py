@@ -20,6 +20,8 @@ from zero._sharding.stages import Stage
 class MemoryShape(NamedTuple):
     """What the memory of a mode depends on."""
 
+    numel: float
+    """Elements of all parameters."""
     trainable: float
     """Elements of the rank's shards that are trained."""
     node_numel: float

@@ -238,7 +238,7 @@ def _total(usages: list[MemoryUsage]) -> float:
 
 def _parameters(counts: Counts, share: Share, setup: TrainingSetup) -> list[MemoryUsage]:
     if setup.stage < 3:
-        shards = _of_mode(share, setup).get("parameters", 0.0)
+        shards = _of_mode(counts, share, setup).get("parameters", 0.0)
         return [MemoryUsage("parameters", "device", setup.param_nbytes * counts.numel + shards)]
     place = setup.tier.parameters
     codes = ENCODED_NBYTES * (share.numel - share.trainable) if setup.encodes_frozen else 0.0
@@ -304,16 +304,16 @@ def _buffers(counts: Counts, share: Share, setup: TrainingSetup) -> list[MemoryU
         found.append(
             MemoryUsage("secondary partition", "device", setup.param_nbytes * counts.numel / setup.ranks_per_node)
         )
-    of_mode = {kind: nbytes for kind, nbytes in _of_mode(share, setup).items() if kind != "parameters"}
+    of_mode = {kind: nbytes for kind, nbytes in _of_mode(counts, share, setup).items() if kind != "parameters"}
     found += [MemoryUsage(kind, "device", nbytes) for kind, nbytes in of_mode.items()]
     return [*found, *_file_buffers(counts, share, setup)]
 
 
-def _of_mode(share: Share, setup: TrainingSetup) -> dict[str, float]:
+def _of_mode(counts: Counts, share: Share, setup: TrainingSetup) -> dict[str, float]:
     """What the mode holds on the device; nothing at a stage for which it is not."""
     if setup.stage not in MODES[setup.mode].stages:
         return {}
-    numels = share.trainable, share.node_numel, share.node_trainable
+    numels = counts.numel, share.trainable, share.node_numel, share.node_trainable
     return MODES[setup.mode].memory(MemoryShape(*numels, setup.param_nbytes, setup.sums_gradients))
 
 
