@@ -27,9 +27,10 @@ GAP = 0.055
 
 
 def style_of(system: str) -> dict[str, str]:
-    """Return the colour of ``system``; what accumulates micro-batches is dashed."""
+    """Return the style of ``system``: dashed if it accumulates micro-batches, dotted with exact changes or Muon."""
     colour = next((colour for part, colour in COLOURS.items() if part in system.lower()), OTHER)
-    return {"color": colour, "linestyle": "--" if system.endswith("x4") else "-"}
+    dashes = {"x4": "--", "exact": ":", "muon": ":"}
+    return {"color": colour, "linestyle": next((dash for end, dash in dashes.items() if system.endswith(end)), "-")}
 
 
 def label_curves(panel: Axes) -> None:
