@@ -15,7 +15,8 @@ Invariants:
         ZCOMM_CHECK=1 there always is one, as ranks of the other hop wait for its verdict, and have not seen the heads.
     O3  The bits of the replica do not depend on capacities.
 
-A message is damaged on its way: with ZCOMM_CHECK=1 all ranks raise, without it the receiver alone, as in every format.
+If a message is damaged on its way, all ranks raise with ZCOMM_CHECK=1; without it the receiver alone, as in every
+format.
 """
 
 from __future__ import annotations
@@ -41,10 +42,12 @@ from zcomm.errors import BackendUnavailableError, FormatError
 EXACT = "exact"
 """The name of exact changes where a format is asked for."""
 FIRST_BITS_PER_ELEMENT = 5
-"""Of the first message after a refresh, whose length nothing predicts: between 4, of a first step at a usual learning
-rate, and 6."""
+"""Of the first message after a refresh, whose length nothing predicts: 4.7 were measured at the peak of a learning rate
+schedule (bench/results/change_entropy.md). If it is too low, a second exchange follows."""
 MARGIN = 1 / 80
+"""By how much a capacity exceeds the expected length. A test bounds what is unused, with ALIGN, to 2 %."""
 ALIGN = 16
+"""Capacities in bytes are multiples of it."""
 
 
 class SentChanges(NamedTuple):
