@@ -114,22 +114,21 @@ def _values_after(rank: int, steps: int, check: Callable[..., None] | None = Non
         return full_values(model) | {"masters": masters}
 
 
-def _check_plain_bits(rank: int, steps: int) -> None:
-    exact = _values_after(rank, steps, _check, gradient_format=("none", "none"), **HPZ, **EXACT)
-    assert_same_bits(exact, _values_after(rank, steps, stage=3, gradient_format=("none", "none")))
-    for stage in (1, 2):
-        assert_same_bits(
-            _values_after(rank, steps, stage=stage, mode="delta", **EXACT), _values_after(rank, steps, stage=stage)
-        )
+def _check_plain_bits(rank: int, mode: dict[str, Any], steps: int) -> None:
+    gradients = {"gradient_format": ("none", "none")} if mode == HPZ else {}
+    exact = _values_after(rank, steps, _check, **gradients, **mode, **EXACT)
+    assert_same_bits(exact, _values_after(rank, steps, stage=mode["stage"], **gradients))
 
 
-def test_with_unquantized_gradients_it_has_the_bits_of_plain_training() -> None:
-    run_ranks(4, _check_plain_bits, 6)
+@pytest.mark.parametrize("mode", MODES, ids=["delta at stage 1", "delta at stage 2", "delta_hpz"])
+def test_with_unquantized_gradients_it_has_the_bits_of_plain_training(mode: dict[str, Any]) -> None:
+    run_ranks(4, _check_plain_bits, mode, 6)
 
 
 @pytest.mark.long
-def test_after_two_thousand_steps_too() -> None:
-    run_ranks(4, _check_plain_bits, 2000)
+@pytest.mark.parametrize("mode", MODES, ids=["delta at stage 1", "delta at stage 2", "delta_hpz"])
+def test_after_two_thousand_steps_too(mode: dict[str, Any]) -> None:
+    run_ranks(4, _check_plain_bits, mode, 2000)
 
 
 # Everything else that changes masters.
