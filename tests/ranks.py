@@ -181,7 +181,7 @@ def _serve(rank: int, world_size: int, backend: str, store: str, pipe: Connectio
 def use_emulated_nccl() -> None:
     """On a newly forked rank: use the emulated NCCL for collectives."""
     os.environ["ZCOMM_NCCL"] = "emulated"
-    env.value.cache_clear()  # what was read before the fork
+    env.forget()  # what was read before the fork
     backend_choice.AUTO = "nccl"  # the default of calls that name no backend
 
 

@@ -16,9 +16,9 @@ def variables(**values: str) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in values.items():
             patch.setenv(name, value)
-        env.value.cache_clear()
+        env.forget()
         try:
             yield
         finally:
             patch.undo()
-            env.value.cache_clear()
+            env.forget()

@@ -45,14 +45,14 @@ def _file(tmp_path: Path, choices: dict[str, Any] = CHOICES, device: str = "cpu"
 def _topology_with(path: str) -> Iterator[Topology]:
     """A Topology of two nodes on ranks whose ``ZCOMM_PROBE`` is ``path``."""
     os.environ["ZCOMM_PROBE"] = path
-    env.value.cache_clear()
+    env.forget()
     t = Topology(ranks_per_node=2)
     try:
         yield t
     finally:
         t.close()
         del os.environ["ZCOMM_PROBE"]
-        env.value.cache_clear()
+        env.forget()
 
 
 def _sent_formats(call: Any) -> set[tuple[str, str]]:
@@ -223,7 +223,7 @@ def test_a_choice_is_made_every_time(trials: list[tuple[float, ...]], chosen: tu
 
 def test_where_the_file_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("ZCOMM_PROBE", raising=False)
-    env.value.cache_clear()
+    env.forget()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert auto_format.probe_path() == tmp_path / "zcomm" / "probe.json"
     monkeypatch.delenv("XDG_CACHE_HOME")

@@ -174,11 +174,11 @@ def test_damaged_message_is_refused_with_checks_on(tmp_path: Path) -> None:
 def test_wrong_environment_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     from zcomm._base import env
 
-    env.value.cache_clear()
+    env.forget()
     monkeypatch.setenv("ZCOMM_KERNELS", "fast")
     with pytest.raises(zcomm.ConfigError, match="ZCOMM_KERNELS=fast"):
         env.value("ZCOMM_KERNELS")
-    env.value.cache_clear()
+    env.forget()
 
 
 def test_message_error_is_a_zcomm_error() -> None:

@@ -94,7 +94,7 @@ from zcomm._transport import nccl_library
 ctypes.CDLL(sys.argv[1])
 for chosen in sys.argv[2:]:
     os.environ["ZCOMM_NCCL"] = chosen
-    env.value.cache_clear()
+    env.forget()
     nccl_library._forget()
     try:
         print(nccl_library.nccl_library().path)

@@ -196,10 +196,11 @@ def _check_traffic(rank: int) -> None:
         for group, wires in (
             (topology(2), ("int8", "int4")),
             (topology(2), ("none", "int8")),
-            (None, ("int8", "int8")),
+            (dist.new_group(), ("int8", "int8")),
         ):
+            wire_of = wires if isinstance(group, zcomm.Topology) else wires[0]
             with zcomm.traffic() as sent:
-                zcomm.all_to_all_single(output, x, group, **sizes, format=wires if group else wires[0])
+                zcomm.all_to_all_single(output, x, group, **sizes, format=wire_of)
             for link, wire in zip(("intra", "inter"), wires, strict=True):
                 numels = [splits[rank][peer] * row for peer in peers[link]]
                 found = sent.bytes(operation="all_to_all", link=link), sent.calls(operation="all_to_all", link=link)

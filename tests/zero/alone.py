@@ -174,9 +174,9 @@ def diverged_after(seconds: float) -> Iterator[None]:
     """Set ZCOMM_DIVERGED_AFTER_S within the block."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ZCOMM_DIVERGED_AFTER_S", str(seconds))
-        env.value.cache_clear()
+        env.forget()
         yield
-    env.value.cache_clear()
+    env.forget()
 
 
 def training(rank: int, stage: int, folder: str) -> Training:

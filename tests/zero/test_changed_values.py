@@ -186,12 +186,12 @@ def test_assigned_memory_is_taken_over_or_refused(stage: int) -> None:
 @contextmanager
 def _debugging() -> Iterator[None]:
     os.environ["ZERO_DEBUG"] = "1"
-    env.value.cache_clear()
+    env.forget()
     try:
         yield
     finally:
         del os.environ["ZERO_DEBUG"]
-        env.value.cache_clear()
+        env.forget()
 
 
 def _check_lost_change(rank: int, stage: int, dtype: torch.dtype, options: dict[str, Any], is_lost: bool) -> None:  # noqa: FBT001

@@ -71,12 +71,12 @@ def _debugging() -> Iterator[Counter[str]]:
 
             patch.setattr(module, "poison", counted)
         patch.setitem(os.environ, "ZERO_DEBUG", "1")
-        env.value.cache_clear()
+        env.forget()
         try:
             yield counts
         finally:
             patch.undo()
-            env.value.cache_clear()
+            env.forget()
 
 
 def _options(case: str, folder: str) -> dict[str, Any]:

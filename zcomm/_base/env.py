@@ -60,8 +60,15 @@ def value(name: str) -> str:
     return setting
 
 
+@cache
 def is_set(name: str) -> bool:
     return value(name) == "1"
+
+
+def forget() -> None:
+    """Read the variables again, as a process does that was forked: for tests, which change them."""
+    value.cache_clear()
+    is_set.cache_clear()
 
 
 def kernels(chosen: str) -> tuple[str, str]:

@@ -41,7 +41,7 @@ from zcomm._transport.collective_log import (
 from zcomm._transport.store_exchange import exchange_texts
 from zcomm._transport.tagged import TaggedExchange, Tags, exchange, tag_of, tags_of
 from zcomm._transport.tagged_group import Group, TaggedGroup, given
-from zcomm._transport.traffic import record
+from zcomm._transport.traffic import traffic_counter
 
 # torch 2.13 renamed all_gather_into_tensor to all_gather_single and deprecated the old name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -101,8 +101,11 @@ ALONE = Hop(None, 1, 0, 0, 0)
 
 def count(hop: Hop, sent: MessageInfo, nbytes: int) -> None:
     """Count a message of ``nbytes`` to every other rank of ``hop``."""
-    for link, num_peers in hop.links:
-        record((sent.operation, sent.format, link), num_peers, sent.numel, nbytes)
+    add = traffic_counter().add
+    if hop.num_intra_peers:
+        add((sent.operation, sent.format, "intra"), hop.num_intra_peers, sent.numel, nbytes)
+    if hop.num_inter_peers:
+        add((sent.operation, sent.format, "inter"), hop.num_inter_peers, sent.numel, nbytes)
 
 
 ExchangeName = tuple[str, str, str]
@@ -214,7 +217,8 @@ def _parts(tensor: Tensor, size: int) -> list[Tensor]:
     """The equal, contiguous and flat parts of ``tensor`` for ``size`` ranks."""
     if size == tensor.ndim == 1:
         return [tensor]
-    numel, stride, first = tensor.numel() // size, row_stride(tensor, size), tensor.storage_offset()
+    numel, first = tensor.numel() // size, tensor.storage_offset()
+    stride = numel if tensor.is_contiguous() else tensor.stride(0)
     # Each other kind of view that a call makes takes 10 us, since its code is not in the processor's cache.
     return [tensor.as_strided((numel,), (1,), first + rank * stride) for rank in range(size)]
 
@@ -225,13 +229,16 @@ def _peers(rank: int, size: int) -> tuple[list[int], list[int]]:
     return [(rank - step) % size for step in range(1, size)], [(rank + step) % size for step in range(1, size)]
 
 
-def _send_and_receive(received: Sequence[Tensor], sent: Sequence[Tensor], hop: Hop, tag: int) -> TaggedExchange:
+def _send_and_receive(
+    received: Sequence[Tensor], sent: Sequence[Tensor], hop: Hop, tag: int, *, some_are_empty: bool = False
+) -> TaggedExchange:
     """Bytes ``sent[i]`` go to rank i of the hop; ``received[i]`` come from it. This rank's own part is copied."""
     assert hop.group is not None, "a rank alone exchanges nothing"
     # Each rank starts with its neighbour, so that no rank is the first target of all others.
     before, after = _peers(hop.rank, hop.size)
-    receives = [(peer, received[peer]) for peer in before if received[peer].numel()]
-    sends = [(peer, sent[peer]) for peer in after if sent[peer].numel()]
+    if some_are_empty:
+        before, after = [p for p in before if received[p].numel()], [p for p in after if sent[p].numel()]
+    receives, sends = [(peer, received[peer]) for peer in before], [(peer, sent[peer]) for peer in after]
     own = received[hop.rank], sent[hop.rank]
     return exchange(hop.group, tag, receives, sends, own, is_local=hop.num_inter_peers == 0)
 
@@ -303,7 +310,7 @@ def _exchange_parts(
     received: Sequence[Tensor], sent: Sequence[Tensor], hop: Hop, number: int, call: CollectiveCall, info: MessageInfo
 ) -> Pending:
     if hop.is_tagged(sent[0].device.type):
-        pending: Pending = _send_and_receive(received, sent, hop, tag_of(number, call))
+        pending: Pending = _send_and_receive(received, sent, hop, tag_of(number, call), some_are_empty=True)
     else:
         pending = cast(Pending, dist.all_to_all(received, sent, group=hop.group, async_op=True))
     if env.is_set("ZCOMM_CHECK"):

@@ -113,7 +113,7 @@ class CollectiveLog:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock, self._time = threading.Lock(), clock().time
         self.num_started = 0
         self.num_pairs = 0
         """The number of calls of :meth:`number_pair`."""
@@ -139,23 +139,18 @@ class CollectiveLog:
 
         ``is_missing``: the watch starts it because other ranks have (D2 of deadlock_watch.py).
         """
-        if not is_missing:
-            self._await_missing()
+        if self.num_started < self.last_broken and not is_missing:
+            self.missing_started.wait()  # until the watch has started what this rank lacks of broken exchanges
+        context = current_context()
         with self._lock:
             self.num_started += 1
             if (caller := threading.current_thread()) is not self._last_caller():
                 self._callers.add(caller)
                 self._last_caller = weakref.ref(caller)
-            context = current_context()
             self._entries.append(
-                LogEntry(self.num_started, call, wire, context.bucket, clock().time(), "started", context.within)
+                LogEntry(self.num_started, call, wire, context.bucket, self._time(), "started", context.within)
             )
             return self.num_started
-
-    def _await_missing(self) -> None:
-        """Wait until the watch has started what this rank lacks of broken exchanges, if it lacks any."""
-        if self.num_started < self.last_broken:
-            self.missing_started.wait()
 
     def count_nccl(self) -> int:
         """Count an exchange over :attr:`Hop.nccl`; returns its number among those."""
@@ -165,7 +160,8 @@ class CollectiveLog:
 
     def number_pair(self, call: CollectiveCall) -> CollectiveCall:
         """``call`` with the next :attr:`CollectiveCall.pair_number`."""
-        self._await_missing()
+        if self.num_started < self.last_broken:
+            self.missing_started.wait()  # as in start()
         with self._lock:
             self.num_pairs += 1
             return call._replace(pair_number=self.num_pairs)

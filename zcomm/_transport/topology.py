@@ -462,18 +462,21 @@ def _equal_runs(nodes: list[int]) -> int:
     return per_node
 
 
-_HOPS: dict[int, tuple[weakref.ref[Any], str | None, tuple[int, int, int, int, str, CollectiveLog]]] = {}
-"""By id of a group: the group, LOCAL_WORLD_SIZE, and what is known of the group. Nothing here keeps it alive."""
+_HOPS: dict[int, tuple[weakref.ref[Any], tuple[int, int, int, int, str, CollectiveLog]]] = {}
+"""By id of a group: the group, and the other arguments of its Hop. Nothing here keeps it alive."""
 
 
 def hop_of_group(group: dist.ProcessGroup | None) -> Hop:
-    """One hop over all ranks of ``group``. ``LOCAL_WORLD_SIZE`` tells which of them share this rank's node."""
-    world, local_world_size = dist.distributed_c10d._world, os.environ.get("LOCAL_WORLD_SIZE")
+    """One hop over all ranks of ``group``.
+
+    ``LOCAL_WORLD_SIZE``, as it is at the group's first exchange, tells which of them share this rank's node.
+    """
+    world = dist.distributed_c10d._world
     process_group = world.default_pg if group is None else group
     if process_group in world.pg_map:  # not initialized, or destroyed: the checks below
         known = _HOPS.get(id(process_group))
-        if known is not None and known[0]() is process_group and known[1] == local_world_size:
-            return Hop(process_group, *known[2])
+        if known is not None and known[0]() is process_group:
+            return Hop(process_group, *known[1])
     size, rank = _size_and_rank(group)
     if size == 1:
         return ALONE
@@ -484,5 +487,5 @@ def hop_of_group(group: dist.ProcessGroup | None) -> Hop:
     assert process_group is not None, "torch.distributed is initialized"
     facts = size, rank, intra, size - 1 - intra, backend_of(group), log_of(process_group)
     key = id(process_group)
-    _HOPS[key] = weakref.ref(process_group, lambda _: _HOPS.pop(key, None)), local_world_size, facts
+    _HOPS[key] = weakref.ref(process_group, lambda _: _HOPS.pop(key, None)), facts
     return Hop(process_group, *facts)

@@ -88,12 +88,13 @@ class Window(Generic[K]):
         return sum(chosen)
 
 
-_COUNTER = PerRank(partial(TrafficCounter, TrafficKey))
+traffic_counter = PerRank(partial(TrafficCounter, TrafficKey))
+"""What this rank has sent."""
 
 
 def record(key: tuple[str, ...], num_messages: int, numel: int, nbytes: int) -> None:
     """Count messages of ``numel`` elements and ``nbytes`` bytes each."""
-    _COUNTER().add(key, num_messages, numel, nbytes)
+    traffic_counter().add(key, num_messages, numel, nbytes)
 
 
 class Traffic:
@@ -104,7 +105,7 @@ class Traffic:
     """
 
     def __init__(self) -> None:
-        self._window = Window(_COUNTER())
+        self._window = Window(traffic_counter())
 
     @property
     def counts(self) -> dict[TrafficKey, Count]:

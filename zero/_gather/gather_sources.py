@@ -22,7 +22,7 @@ from zcomm._transport.call_context import in_bucket
 from zero._config.settings import Effective, ZeroSettings
 from zero._sharding.bucket import Bucket
 from zero._sharding.layout import BucketLayout
-from zero._storage.shard_storage import KIND, QuantizedShard
+from zero._storage.shard_storage import KIND
 from zero._storage.tier_settings import Tier
 from zero._storage.transfer_counters import record
 
@@ -163,7 +163,7 @@ class Primary:
         """Start exchange number ``index``."""
         start, stop = self._columns[index]
         storage, row = self._bucket.storage, self._bucket.shard_of(full)[start:stop]
-        if isinstance(storage, QuantizedShard):
+        if storage.format != "none":
             rows = full.view(self._bucket.layout.world_size, -1)[:, start:stop]
             return storage.gather((start, stop), rows, async_op=self._options.is_async)
         with storage.on_stream():  # else the exchange would send the buffer before the copy has filled it

@@ -36,7 +36,6 @@ from zero._sharding.buffer_pool import storage_of
 from zero._sharding.layout import BucketLayout
 from zero._sharding.released import make_released, nan_filled, running
 from zero._sharding.units import by_kind
-from zero._storage.file_shard import FileShard
 from zero._storage.parameter_storage import InitFiles
 
 
@@ -131,15 +130,10 @@ class BuiltParameters:
         if self._files is None:
             bucket.shard = own
             return
-        old, files = bucket.storage, self._files
+        files = self._files
 
         def store() -> None:
-            if isinstance(old, FileShard) and old.shard.dtype == own.dtype:
-                files.replace(old, own)
-                return
-            bucket.storage = files.place(own)
-            if isinstance(old, FileShard):
-                files.remove(old)
+            bucket.storage = files.store(own, bucket.storage)
 
         on_every_rank(store, self.topology)
         bucket.shard = bucket.storage.shard
@@ -152,11 +146,7 @@ class BuiltParameters:
         """Called when a ZeroOptimizer has adopted ``param``."""
         bucket: Bucket = param.zero_shard.bucket  # type: ignore[attr-defined]
         del param.zero_shard, self._live[param]  # type: ignore[attr-defined]
-        if (
-            isinstance(bucket.storage, FileShard)
-            and self._files is not None
-            and not any(p in self._live for p in bucket.params)
-        ):
+        if self._files is not None and not any(p in self._live for p in bucket.params):
             self._files.remove(bucket.storage)
 
     def close_if_unused(self) -> None:

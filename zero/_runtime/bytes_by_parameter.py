@@ -14,7 +14,6 @@ from zero._optim.masters import MasterPiece, tensors_in
 from zero._runtime.exchanges import KINDS, Exchanges, total
 from zero._runtime.runtime import Runtime
 from zero._sharding.bucket import Bucket
-from zero._storage.shard_storage import QuantizedShard
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +91,8 @@ def _sent(bucket: Bucket, runtime: Runtime) -> tuple[Sent, Sent]:
     """What a step sends for the values and for the gradient of ``bucket``."""
     settings, effective, options = runtime.settings, runtime.effective, runtime.gatherer.options
     gradient_dtype = runtime.reducer.by_bucket[bucket.index].dtype if bucket.is_trainable else torch.float32
-    if isinstance(bucket.storage, QuantizedShard):
-        effective = replace(effective, weight_format="int8")
+    if bucket.storage.format != "none":
+        effective = replace(effective, weight_format=bucket.storage.format)
     elif not bucket.dtype.is_floating_point:
         effective = replace(effective, weight_format="none")
     exchanges = Exchanges(settings, effective, options, runtime.topology, bucket.dtype, gradient_dtype)

@@ -124,8 +124,7 @@ class ParameterStorage(RuntimePart):
     def read_ahead(self, upcoming: Iterable[tuple[ShardStorage, int]]) -> None:
         """Read ahead what is gathered next: shards, each from the given exchange on."""
         if self._staging is not None:
-            in_files = ((shard, first) for shard, first in upcoming if isinstance(shard, FileShard))
-            self._staging.read_ahead(part for shard, first in in_files for part in shard.parts(first))
+            self._staging.read_ahead(part for shard, first in upcoming for part in shard.parts(first))
 
     def described(self) -> tuple[str, ...]:
         """The tiers of all shards; empty if they are on the device."""
@@ -215,33 +214,36 @@ class InitFiles:
         self._staging = StagingBuffers(self._store, STAGED_NBYTES)
         self._copies = CopyStream(torch.device("cpu"))
         self._numbers = count()
+        self._shards: dict[ShardStorage, FileShard] = {}
+        """Those that are stored here."""
 
-    def place(self, values: Tensor) -> FileShard:
-        """Write flat ``values`` of this rank to a new file; the tensor itself is not kept.
+    def store(self, values: Tensor, old: ShardStorage) -> FileShard:
+        """Write flat ``values`` of this rank to a file, which replaces that of ``old``; the tensor itself is not kept.
 
         Raises:
-            OSError: There is not enough space, or a write failed.
+            OSError: There is not enough space, or a write failed, also an earlier one.
         """
+        known = self._shards.get(old)
+        shard = self._new(values) if known is None or known.shard.dtype != values.dtype else known
+        shard.store(values)
+        self._staging.raise_error()
+        if shard is not known:
+            self.remove(old)
+        return shard
+
+    def _new(self, values: Tensor) -> FileShard:
         cuts = [(0, values.numel())]
         file = self._store.create(f"built{next(self._numbers)}", file_nbytes(cuts, values.element_size()))
         shard = FileShard(placeholder(values.numel(), values.dtype), file, cuts, self._staging, self._copies)
-        self.replace(shard, values)
+        self._shards[shard] = shard
         return shard
 
-    def replace(self, shard: FileShard, values: Tensor) -> None:
-        """Give a shard other values.
-
-        Raises:
-            OSError: A write since the last call failed.
-        """
-        shard.store(values)
-        self._staging.raise_error()
-
-    def remove(self, shard: FileShard) -> None:
-        """Delete the file of a shard that is no longer needed."""
-        self._staging.flush()  # a file with a transfer in flight must not be closed
-        self._store.remove(shard.file)
-        self._staging.raise_error()
+    def remove(self, old: ShardStorage) -> None:
+        """Delete the file of a shard that is no longer needed, if it has one here."""
+        if (shard := self._shards.pop(old, None)) is not None:
+            self._staging.flush()  # a file with a transfer in flight must not be closed
+            self._store.remove(shard.file)
+            self._staging.raise_error()
 
     def close(self) -> None:
         """Remove the remaining files."""

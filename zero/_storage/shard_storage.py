@@ -24,6 +24,7 @@ from torch import Tensor
 from zcomm import EncodedShard, StateError, Topology, Work
 from zero._storage.host_memory import CopyStream
 from zero._storage.poison import placeholder
+from zero._storage.staging_buffers import PageRange
 from zero._storage.transfer_counters import record
 
 KIND = "parameters"
@@ -43,6 +44,8 @@ class ShardStorage(ABC):
     """Whether ``shard`` is on the device where the parameters are used."""
     is_in_memory = True
     """Whether ``shard`` always has its values."""
+    format = "none"
+    """The wire format in which the values are stored. Another one than "none": :meth:`gather` sends them so."""
 
     def __init__(self, shard: Tensor, device: torch.device, *, updates_on_host: bool) -> None:
         self.shard, self.device = shard, device
@@ -97,6 +100,14 @@ class ShardStorage(ABC):
     @abstractmethod
     def fetch(self, start: int, stop: int, row: Tensor) -> Tensor:
         """Elements ``[start, stop)`` on the device, for an exchange; ``row`` is their place in the full parameters."""
+
+    def gather(self, cut: tuple[int, int], columns: Tensor, *, async_op: bool) -> Work | None:
+        """Fill ``columns`` [world_size, n] of part ``cut`` from every rank, as they are stored. Collective."""
+        raise NotImplementedError
+
+    def parts(self, first: int = 0) -> Sequence[PageRange]:  # noqa: ARG002
+        """The pages of files that a gather reads, from exchange number ``first`` on."""
+        return ()
 
     def fetched(self) -> None:  # noqa: B027
         """The exchanges that send what :meth:`fetch` returned are complete: its buffers may be reused."""
@@ -266,6 +277,8 @@ class QuantizedShard(OnDemandShard):
         topology: The ranks.
         keeps_on: Where the codes are stored.
     """
+
+    format = "int8"
 
     def __init__(
         self, values: Tensor, cuts: Sequence[tuple[int, int]], topology: Topology, *, keeps_on: torch.device
