@@ -12,11 +12,14 @@ import gc
 import os
 import random
 import secrets
+import traceback
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch.distributed as dist
@@ -66,6 +69,26 @@ class _WorldOfRank:
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(_WORLD(), name, value)
+
+
+FULL_EVERY = 50
+"""Every so many simulations all garbage is collected."""
+_NUMBERS = count(1)
+
+
+def _of(simulation: weakref.ref[Simulation]) -> Simulation:
+    found = simulation()
+    assert found is not None, "a function of torch.distributed as it was in a simulation that has ended"
+    return found
+
+
+def _forget_frames(error: BaseException | None) -> None:
+    """Drop what the frames of ``error`` refer to: a loss among it would keep its graph, hooks, model and optimizer."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 @contextmanager
@@ -141,6 +164,8 @@ class Simulation:
                 self.scheduler.spawn(rank, "main", partial(self._main, rank, RankContext(clock, threads), program))
             self.scheduler.run()
         self.scheduler.forget()
+        for outcome in self._outcomes:
+            _forget_frames(outcome.error)
         return self._outcomes
 
     def _main(self, rank: int, context: RankContext, program: Callable[[int], object]) -> None:
@@ -191,9 +216,11 @@ class Simulation:
 
     @contextmanager
     def _installed(self) -> Iterator[None]:
+        # Not this object: torch.compile keeps every function of torch.distributed that it has seen.
+        own = weakref.ref(self)
         replaced: list[tuple[Any, str, Any]] = [
-            (dist, "new_group", self._new_group),
-            (dist, "destroy_process_group", self._destroy),
+            (dist, "new_group", lambda *args, **options: _of(own)._new_group(*args, **options)),
+            (dist, "destroy_process_group", lambda group=None: _of(own)._destroy(group)),
             (secrets, "token_hex", lambda nbytes: self._tokens.randbytes(nbytes).hex()),
             (kernels, "file_queue", partial(simulated_file_queue, self.scheduler, self.files_fail_after)),
         ]
@@ -209,6 +236,7 @@ class Simulation:
             for (where, name, _), function in zip(replaced, before, strict=True):
                 setattr(where, name, function)
             distributed_c10d._world = _OF_PROCESS
-            gc.collect(0)  # all that the run has made is in the youngest generation
+            # All that the run has made is in the youngest generation, unless the library has collected meanwhile.
+            gc.collect(0 if next(_NUMBERS) % FULL_EVERY else 2)
             if collects:
                 gc.enable()

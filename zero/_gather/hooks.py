@@ -255,17 +255,24 @@ class Hooks(RuntimePart):
             self._ignores_inference = before
 
     def _hook_gradient(self, param: nn.Parameter, bucket: int, slot: int) -> None:
-        grads = self._reducer.by_bucket[bucket]
+        # Python's garbage collector does not see what these hooks refer to: by a strong reference to this object, which
+        # has the parameter, neither would ever be freed unless the optimizer is closed.
+        own = ref(self)
 
         def after(param: Tensor) -> None:  # noqa: ARG001
-            num_before = len(grads.arrived)
-            self._reducer.take_gradient(grads, slot)
-            if num_before < len(grads.arrived) == len(grads.written):
-                self._end_of_use_in_backward([grads.bucket])
+            if (hooks := own()) is not None:
+                hooks._gradient_arrived(bucket, slot)
 
         arrival = param.register_post_accumulate_grad_hook(after)  # type: ignore[no-untyped-call]
         self._arrivals.append((arrival.hooks_dict_ref(), arrival.id))
         self._handles += [param.register_hook(lambda _: self._start_backward()), arrival]  # type: ignore[no-untyped-call]
+
+    def _gradient_arrived(self, bucket: int, slot: int) -> None:
+        grads = self._reducer.by_bucket[bucket]
+        num_before = len(grads.arrived)
+        self._reducer.take_gradient(grads, slot)
+        if num_before < len(grads.arrived) == len(grads.written):
+            self._end_of_use_in_backward([grads.bucket])
 
     def _hook_module(self, module: nn.Module) -> None:
         # Dynamo must not trace the hooks: it would bake this iteration's decisions into the compiled graph. A call that
