@@ -34,6 +34,7 @@ from zcomm._transport.backend import ints_over
 from zcomm._transport.deadlock_watch import DeadlockWatch
 from zcomm._transport.store_exchange import exchange_texts
 from zcomm.testing import Deadlock, Simulation
+from zero._sharding.bucket import Bucket
 from zero._storage.file_store import FileStore
 from zero._storage.tier_settings import FileSettings
 
@@ -411,6 +412,21 @@ def test_nothing_of_a_simulation_is_kept() -> None:
         Simulation(2, seed).run(program)
     gc.collect()
     assert [group() for group in kept[:4]] == [None] * 4, "that of the last runs may wait for its threads to end"
+
+
+def test_nothing_of_a_training_that_failed_is_kept() -> None:
+    """Graphs, hooks and errors refer to each other, also through C++, where Python's collector does not look."""
+
+    def buckets() -> int:
+        gc.collect()
+        gc.collect()
+        return sum(type(thing) is Bucket for thing in gc.get_objects())
+
+    before = buckets()
+    for kind, mode in (("raises", "files"), ("dies", "all in files"), ("dies", "offloaded"), ("interrupted", "delta")):
+        result = run(Scenario("training", 1, 2, 1, ("step", "step"), mode, Fault(kind, rank=0, at=1)))
+        assert not result.problem, result.problem
+    assert buckets() <= before
 
 
 def test_the_text_of_each_mutant_stands_in_its_file_once() -> None:

@@ -7,6 +7,8 @@ from __future__ import annotations
 import gc
 import threading
 import time
+import weakref
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -132,3 +134,42 @@ def _check_groups_of_parts(rank: int) -> None:
 
 def test_groups_of_parts_come_and_go() -> None:
     run_ranks(4, _check_groups_of_parts)
+
+
+NOT_CLOSED: dict[str, dict[str, Any]] = {
+    **{f"stage {stage}": {"stage": stage} for stage in range(4)},
+    "delta": {"stage": 2},
+    "delta_hpz": {"stage": 3},
+    "host memory": {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
+}
+"""Sections zero_optimization, by the mode or what else is special."""
+
+
+def _check_freed(rank: int, name: str, *, uses_engine: bool) -> None:
+    model = new_model()
+    inner: Any = torch.optim.AdamW(groups_of(model), lr=1e-2)
+    mode = {"mode": name} if "delta" in name else {}
+    config = {"zero_optimization": NOT_CLOSED[name], "zcomm": {"ranks_per_node": 1, **mode}}
+    if uses_engine:
+        inner = initialize(model=model, optimizer=inner, config=config).engine
+        inner.backward(loss_of(inner, *batch(0, 0, rank)))
+    else:
+        inner = ZeroOptimizer(model, inner, config=config)
+        loss_of(model, *batch(0, 0, rank)).backward()
+    inner.step()
+    loss = loss_of(model, *batch(1, 0, rank))
+    loss.register_hook(lambda _: 1 // 0)
+    with pytest.raises(ZeroDivisionError):  # and within a backward that ended early
+        loss.backward()
+    del loss
+    last = weakref.ref(model), weakref.ref(inner)
+    del model, inner
+    gc.collect()
+    gc.collect()  # of a thread that the first has ended
+    assert [thing() for thing in last] == [None, None]
+
+
+@pytest.mark.parametrize("name", NOT_CLOSED)
+def test_what_is_dropped_without_close_is_freed(name: str) -> None:
+    for uses_engine in (False, True):
+        run_ranks(2, partial(_check_freed, name=name, uses_engine=uses_engine))

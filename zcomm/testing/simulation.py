@@ -84,11 +84,13 @@ def _of(simulation: weakref.ref[Simulation]) -> Simulation:
 
 def _forget_frames(error: BaseException | None) -> None:
     """Drop what the frames of ``error`` refer to: a loss among it would keep its graph, hooks, model and optimizer."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__
+    todo, seen = [error], set[int]()
+    while todo:
+        one = todo.pop()
+        if one is not None and id(one) not in seen:
+            seen.add(id(one))
+            traceback.clear_frames(one.__traceback__)
+            todo += [one.__cause__, one.__context__]
 
 
 @contextmanager
