@@ -54,6 +54,14 @@ DAMAGED = _of("zero/test_checkpoint_failures", "test_errors_are_named_the_same_o
 RESUMED = _of("zero/test_checkpoint", "test_resuming_has_the_same_bits_as_not_stopping[1-WarmupDecayLR-True]")
 LINKS = _of("security/test_untrusted_files", "test_a_checkpoint_has_no_links_and_no_pipes")
 UNEVEN = "zcomm/_collectives/uneven_all_to_all.py"
+CHANGES = "zcomm/_stateful/exact_changes.py"
+PUBLISHER, SUBSCRIBER = "zero/_publish/publisher.py", "zero/_publish/subscriber.py"
+EXACT_BITS = _of(
+    "zcomm/test_exact_changes",
+    "test_bits_do_not_depend_on_capacities",
+    "test_replicas_have_the_bits_of_the_shards[4-2]",
+)
+PATCHED = _of("zero/test_publish_faults", "test_no_damage_of_any_file_is_read_as_weights")
 IS_LINK = """\
     if path.is_symlink():
         raise CheckpointError(
@@ -320,4 +328,43 @@ MUTANTS = [
            _of("zcomm/test_gradients", "test_gradients_are_those_of_the_formula_in_one_process")),
     Mutant("gradients: the format of backward is lost", "zcomm/functional.py", "_format_text(_formats_of(format)[1])", '"none"',
            _of("zcomm/test_gradients", "test_backward_exchanges_in_grad_format")),
+    Mutant("exact: what does not fit is dropped", CHANGES, "        if over.paired is None and not any(rest[row].numel() for rows in groups for row in rows):\n            return\n",
+           "        return\n", EXACT_BITS),
+    Mutant("exact: the head of a longer message counts as its end", CHANGES,
+           "        return torch.cat([first, rest]) if rest.numel() else first[:used]\n", "        return first[:used]\n", EXACT_BITS),
+    Mutant("exact: a rank's own message is cut at its capacity", CHANGES, "        rest[shards.own] = message[capacity:]\n", "", EXACT_BITS),
+    Mutant("exact: lengths from before a refresh", CHANGES,
+           "        self._lengths.clear()  # they may differ between ranks after an exchange that failed\n", "",
+           _of("zcomm/test_exact_changes", "test_after_an_error_of_one_rank_a_refresh_makes_capacities_equal"), hangs=True),
+    Mutant("exact: a shard that changes while it is sent", CHANGES, "self._replica.dtype, copy=True)", "self._replica.dtype)",
+           _of("zero/test_exact_replicas", "test_a_step_before_the_last_change_has_arrived[SGD]") + EXACT_BITS),
+    Mutant("exact: changes that grow never fit", CHANGES, "        expected += max(last - before, 0)  # they may go on growing, as in a warm-up\n",
+           "", _of("zcomm/test_exact_changes", "test_growing_changes_fit")),
+    Mutant("coder: a checksum is not compared", "cpp/src/ulps.cc", '  ZCOMM_CHECK(checksum == head.checksum, "checksum of a message must match");\n', "",
+           ("cpp/tests/ulps_test.cc::CheckDamage",)),
+    Mutant("coder: sizes of chunks are believed", "cpp/src/ulps.cc",
+           '  ZCOMM_CHECK(sum == end - kUlpsHeadNbytes - 4 * num_chunks, "sizes of chunks must add up");\n', "",
+           ("cpp/tests/ulps_test.cc::CheckHostile",)),
+    Mutant("publish: a publication whose files the first rank does not see", PUBLISHER, "            _check_visible(path, results)\n", "",
+           _of("zero/test_publish_refusals", "test_an_error_of_one_rank_is_that_of_all[1]") + PATCHED),
+    Mutant("publish: named before its files are synced", PUBLISHER, "            sync_folder(path)\n            path.rename", "            path.rename",
+           _of("zero/test_publish_faults", "test_what_is_on_the_disk_when_the_power_fails_can_be_read")),
+    Mutant("publish: done before its name is synced", PUBLISHER,
+           "            path.rename(publication_path(self._folder, manifest.number))\n            sync_folder(self._folder)\n",
+           "            path.rename(publication_path(self._folder, manifest.number))\n",
+           _of("zero/test_publish_faults", "test_what_is_on_the_disk_when_the_power_fails_can_be_read")),
+    Mutant("publish: the next patch is one on values that nobody has", PUBLISHER,
+           " if self._last is not None and numbers[-1:] == [self._last.number] else None", " if self._last is not None else None",
+           _of("zero/test_publish_faults", "test_a_failed_fsync_is_raised_and_the_next_publication_is_right[4]",
+               "test_a_failed_fsync_is_raised_and_the_next_publication_is_right[3]")),
+    Mutant("publish: two runs share a folder", PUBLISHER, "            if run != self.run:\n                raise", "            if False:\n                raise",
+           _of("zero/test_publish_faults", "test_two_publishers_in_one_folder")),
+    Mutant("subscribe: digests of a patch are not compared", SUBSCRIBER, "            if digests[change.number] != change.digest:\n",
+           "            if False:\n", PATCHED),
+    Mutant("subscribe: weights are written before all of a patch is verified", SUBSCRIBER,
+           "            values.append((chunk, new))\n        if root_of(digests)",
+           "            values.append((chunk, new))\n            self._next = _NewVersion(manifest, layout, list(digests), values)\n            self._write()\n        if root_of(digests)",
+           PATCHED),
+    Mutant("subscribe: an interrupt leaves half a version", SUBSCRIBER, "            except BaseException:\n                self._copy()\n                raise\n",
+           "            except BaseException:\n                raise\n", _of("zero/test_publish_faults", "test_an_interrupt_at_any_line_leaves_one_version")),
 ]  # fmt: skip

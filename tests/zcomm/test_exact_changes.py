@@ -5,7 +5,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,7 +19,17 @@ from tests.ranks import ranks_over, run_ranks, topology
 from tests.rotation import DAY
 from tests.zcomm.test_checked import VICTIM, checking, flipped_bit
 from tests.zcomm.test_delta import _owners
-from zcomm import BackendUnavailableError, DamagedError, DeltaGather, FormatError, LayoutError, NodeReplica, StateError
+from zcomm import (
+    BackendUnavailableError,
+    DamagedError,
+    DeltaGather,
+    FormatError,
+    LayoutError,
+    MessageError,
+    NodeReplica,
+    StateError,
+)
+from zcomm._kernels import ulps
 from zcomm._stateful import exact_changes
 
 PLACES = [(1, 1), (2, 1), (2, 2), (3, 1), (4, 2), (4, 4)]
@@ -215,6 +227,29 @@ def _check_damage(rank: int) -> None:
 
 def test_damage_is_the_same_error_on_every_rank() -> None:
     run_ranks(4, _check_damage)
+
+
+def _check_lengths_after_an_error(rank: int) -> None:
+    """A rank that alone cannot read a message knows other lengths than the others, until all refresh."""
+    gather = DeltaGather(torch.zeros(2 * 20_000, dtype=torch.bfloat16), None, format="exact")
+    generator = torch.Generator().manual_seed(rank)
+    shard = torch.randn(20_000, generator=generator).bfloat16()
+    gather.refresh(shard)
+    for kind in ("small", "large"):
+        shard = _changed(shard, kind, generator)
+        fails = rank == VICTIM % 2 and kind == "large"
+        damaged = patch.object(ulps, "decode", side_effect=MessageError("damaged")) if fails else nullcontext()
+        with damaged, pytest.raises(MessageError) if fails else nullcontext():
+            gather.update(shard)
+    gather.refresh(shard)
+    for kind in ("small", "small"):
+        shard = _changed(shard, kind, generator)
+        gather.update(shard)
+    assert torch.equal(gather.replica.view(2, -1).view(torch.int16), torch.stack(_gathered(shard, 2)))
+
+
+def test_after_an_error_of_one_rank_a_refresh_makes_capacities_equal() -> None:
+    run_ranks(2, _check_lengths_after_an_error)
 
 
 def test_what_is_refused() -> None:
