@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -111,8 +111,16 @@ class Row:
         return Sent(sum(s.intra for s in sent), sum(s.inter for s in sent))
 
 
-def plan(model: Model, cluster: Cluster, job: Job | None = None) -> list[Row]:
+def plan(
+    model: Model, cluster: Cluster, job: Job | None = None, *, only: Collection[tuple[int, str, str]] | None = None
+) -> list[Row]:
     """Plan every stage, variant and tier. Rows that fit come first; then by tokens per second, then by memory.
+
+    Args:
+        model: What is trained.
+        cluster: The hardware.
+        job: The work of a rank.
+        only: Stages, variants and tiers; default: all that the cluster can have.
 
     Raises:
         ConfigError: A configuration is invalid.
@@ -120,7 +128,8 @@ def plan(model: Model, cluster: Cluster, job: Job | None = None) -> list[Row]:
     Cost: about 2 ms for each row, whatever the number of ranks; with Muon the placement of all tensors as well.
     """
     chosen = job or Job()
-    rows = [_row(model, cluster, chosen, *choice) for choice in _choices(cluster)]
+    choices = [choice for choice in _choices(cluster) if only is None or choice in only]
+    rows = [_row(model, cluster, chosen, *choice) for choice in choices]
     return _ranked(rows)
 
 
