@@ -55,6 +55,8 @@ class Peer(NamedTuple):
     """Whether parameters stay full from forward to backward (reshard_after_forward=False)."""
     gradient_nbytes: int = 2
     """Bytes of a gradient's element that is sent."""
+    param_nbytes: int = 2
+    """Bytes of a parameter's element that is gathered."""
     is_once: bool = False
     """Whether gradients of micro-batches are summed locally, and sent once a step."""
 
@@ -111,13 +113,13 @@ def peer_moved(
     """
     nodes, per_node = shape
     sums, trainable = 1 if peer.is_once else num_micro, _trainable(counts)
-    gradients, params = peer.gradient_nbytes * trainable, 2 * counts.numel
+    gradients, params = peer.gradient_nbytes * trainable, peer.param_nbytes * counts.numel
     if peer.shards_over == "none":
         num_buckets = 1 + -(-max(4 * trainable - DDP_FIRST_NBYTES, 0) // DDP_NBYTES)
         return {"reductions": times(_all_reduce(gradients, nodes, per_node, num_buckets, is_gloo=is_gloo), sums)}
     divided = nodes if peer.shards_over == "world" else 1
     gathers = times(_ring(params, divided, per_node, num_units), peer.num_gathers(num_micro))
-    scattered = _ring(gradients * (1 + is_gloo), divided, per_node, num_units)
+    scattered = times(_ring(gradients, divided, per_node, num_units), 1 + is_gloo)
     found = {"gathers": gathers, "reductions": times(scattered, sums)}
     if peer.shards_over == "node":  # HSDP that reshards keeps sums divided over the node
         in_node = sums if peer.keeps else num_micro
