@@ -72,3 +72,16 @@ def test_few_curves_with_labels_in_the_style_of_bench() -> None:
             name: plot_style.style_of(name)["color"] for name in names
         }
         assert len({curve.get_color() for curve in curves}) == len(curves)
+
+
+def test_each_choice_names_its_evidence() -> None:
+    """Numbers are compared with the files by tests/test_documents.py; plain methods are among the choices."""
+    text = (ROOT / "docs" / "results.md").read_text()
+    _, _, after = text.partition("## Which to choose")
+    section, _, _ = after.partition("\n## ")
+    rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| ")][1:]
+    assert 6 <= len(rows) <= 8
+    chosen = " ".join(choice for _, choice, _ in rows)
+    assert all(name in chosen for name in ("DDP", "FSDP2", "HSDP", "delta-hpZ", "ZeRO++", "offload"))
+    assert all(evidence.count("(../bench/results/") == 1 and any(map(str.isdigit, evidence)) for *_, evidence in rows)
+    assert "docs/results.md#which-to-choose" in (ROOT / "README.md").read_text()

@@ -161,3 +161,9 @@ def test_what_cannot_be_planned(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="a rate like 200mbit: 'slow'"):
         plan_measured.rate_gbit("slow")
     assert [plan_measured.rate_gbit(name) for name in ("200mbit", "1gbit", "2.5gbit")] == [0.2, 1.0, 2.5]
+
+
+@pytest.mark.parametrize(("page", "measured"), [("measured", "measured"), ("measured_13m", "compare_13m")])
+def test_committed_pages_are_what_the_command_writes(page: str, measured: str) -> None:
+    results = ROOT / "bench" / "results"
+    assert (results / f"{page}.md").read_text() == plan_measured.page(results / f"{measured}.json", has_own=True)
