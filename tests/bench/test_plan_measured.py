@@ -108,6 +108,17 @@ def test_own_steps_are_those_on_loopback(tmp_path: Path) -> None:
         plan_measured.page(_files(tmp_path, systems)[0], has_own=True)
 
 
+def test_in_float32_fsdp2_sends_twice_the_bytes(tmp_path: Path) -> None:
+    store = records.Store(_files(tmp_path, {})[0])
+    run = store.values["runs"].pop("bfloat16 network 200mbit")
+    systems = {"alone": {"seconds": [0.02]}, "fsdp2 reshard=True": {"seconds": [1]}, "ddp": {"seconds": [1]}}
+    store.values["runs"] = {f"{dtype} network 200mbit": run | {"systems": systems} for dtype in ("float32", "bfloat16")}
+    facts = plan_measured.probed(tmp_path / "probe.json", store)
+    wide, ddp, narrow, _ = (row.times.between for row in plan_measured.planned(store, facts))
+    assert wide == pytest.approx(2 * narrow, rel=1e-4)
+    assert ddp == pytest.approx(1.5 * 4 * NUMEL / (25e6 * 0.9), rel=1e-4), "DDP's gradients are float32 in both"
+
+
 def test_no_more_is_hidden_than_the_network_takes(tmp_path: Path) -> None:
     loopback = {"alone": {"seconds": [0.5]}, "zero stage 1": {"seconds": [0.7]}, "ddp": {"seconds": [9.0]}}
     paths = _files(tmp_path, {"ddp": {"seconds": [1]}, "zero stage 1": {"seconds": [1]}}, "10gbit", loopback)

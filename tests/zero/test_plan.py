@@ -164,6 +164,14 @@ def test_a_plan_is_quick_and_its_configurations_are_read(num_nodes: int) -> None
         assert "inactive" not in explain(parse(row.config, "plan"), world_size=8 * num_nodes)
 
 
+def test_only_some_configurations_are_planned() -> None:
+    model, cluster = Model.of_shape(4, 1024), Cluster(num_nodes=2)
+    only = [(3, "plain", "device"), (3, "delta-hpZ", "device"), (0, "delta-hpZ", "device")]  # the last does not exist
+    some = plan(model, cluster, only=only)
+    assert some == [row for row in plan(model, cluster) if (row.stage, row.variant, row.tier) in only]
+    assert len(some) == 2
+
+
 def test_a_step_by_hand() -> None:
     """10^9 parameters in one layer at stage 3 on 2 nodes x 1 rank: the time of each part, computed from the rates."""
     cluster = Cluster(num_nodes=2, ranks_per_node=1, tflops=100, between_gbit=80, between_us=50, device_gbps=1000)
