@@ -119,6 +119,11 @@ def test_largest_models_on_one_dgx2(published: Any) -> None:
     lines = list(published.dgx2())
     assert [line for line in lines if not -0.01 <= line.error <= 0.55] == []
     assert [line.planned for line in lines] == sorted(line.planned for line in lines)
+    free = {what: (place, gb) for what, place, gb, _ in published.spare(lines)}
+    assert set(free) == {line.what for line in lines if abs(line.error) > 0.2}, "each large difference is explained"
+    place, gb = free["data parallel"]  # 1.4e9 parameters of 16 + 2 bytes, and up to 3 GB of activations, on each of 16
+    assert place == "device"
+    assert 16 * (32 * 1.0737 - 18 * 1.4 - 3) < gb < 16 * (32 * 1.0737 - 16 * 1.4)
 
 
 def test_zero_offload(published: Any) -> None:
