@@ -4,12 +4,13 @@
     own steps       with --own-steps, the system's step on loopback, from the same file, replaces computation, latency,
                     kernels and links inside the node: it has all work of the CPU, including copies to the network.
                     The plan adds the network's time; loopback itself is no row
-    bytes           of this library: zero.plan.exchanges. Of peers, B bytes of a tensor on W ranks: gloo sends
-                    (W - 1) / W B on every link of a ring for a gather, twice that for any reduction
+    bytes           of this library: zero.plan.exchanges. Of peers: zero.plan.peers, over gloo's rings
     rates           between nodes by the network's name, within them and on loopback as `zcomm probe` measured them
-    latency         one for each exchange of this library; in a ring W - 1 for a gather, 2 (W - 1) for a reduction
+    latency         one for each exchange of this library; in a ring R - 1 for a gather, 2 (R - 1) for a reduction
     kernels         bytes that encoding and summing read and write, at the kernels' rate in the probe
-    hidden          on networks, as ranks share cores: zero.plan.times
+    hidden          on networks, as k ranks share a core: (k - 1) / k of the work for messages, while those of other
+                    ranks are in flight. This library also computes meanwhile, as it prefetches and sends
+                    asynchronously; peers wait on CPUs. Without own steps: zero.plan.times
 
 Rates and latencies are measured with all ranks active, so they include the effect of shared cores; measured rates are
 no peaks, so they are divided by LINK_EFFICIENCY. Not planned are peers whose exchanges are not modelled (DeepSpeed,
@@ -40,20 +41,32 @@ from zcomm._formats.formats import get_format
 from zcomm._formats.message import layout_of
 from zcomm.volume import Exchanged, Sent
 from zero._config import resolve_config
+from zero._runtime.exchanges import total
 from zero.plan import Cluster, Model
 from zero.plan.exchanges import Exchanges, MovedBytes, kernel_nbytes, step_moved
-from zero.plan.formulas import Activations, TrainingSetup
+from zero.plan.formulas import Activations, Counts, TrainingSetup
+from zero.plan.peers import PEERS, Peer, peer_kernel_nbytes, peer_moved
 from zero.plan.times import LINK_EFFICIENCY, StepTimes, times_of
 
-__all__ = ["Planned", "cluster_of", "page", "planned", "probed", "rate_gbit"]
+__all__ = [
+    "RANKS_PER_NODE", "TOLERANCE", "Planned", "alone", "cluster_of", "median", "model_of", "moved_of", "of_own_step",
+    "page", "planned", "probed", "rate_gbit",
+]  # fmt: skip
 
 RANKS_PER_NODE = 2
 TOLERANCE = 0.2
 UNITS = {"kbit": 1e-6, "mbit": 1e-3, "gbit": 1.0}
 NOT_PLANNED = {"offload", "stage3_param_persistence_threshold"}
 """Options of this library's contenders that are not planned."""
-FIRST_BUCKET_NBYTES, BUCKET_NBYTES = 2**20, 25 * 2**20
-"""DistributedDataParallel's defaults."""
+TORCH = {
+    "ddp": "DDP", "ddp bf16 gradients": "DDP bf16 gradients",
+    "ddp x4": "DDP, once", "ddp bf16 gradients x4": "DDP bf16 gradients, once",
+    "fsdp2 reshard=True": "FSDP2", "fsdp2 reshard=False": "FSDP2 reshard=False",
+    "fsdp2 reshard=False x4": "FSDP2 reshard=False, once",
+    "hsdp reshard=True": "HSDP", "hsdp reshard=False": "HSDP reshard=False",
+    "hsdp reshard=True x4": "HSDP, once", "hsdp reshard=False x4": "HSDP reshard=False, once",
+}  # fmt: skip
+"""The planner's peers by the names of contenders."""
 
 
 class Planned(NamedTuple):
@@ -62,22 +75,20 @@ class Planned(NamedTuple):
     key: str
     system: str
     times: StepTimes
+    hidden: float
+    """Seconds."""
     measured: float
     """Median, in seconds."""
 
     @property
+    def step(self) -> float:
+        """Planned seconds of a step."""
+        return self.times.computation + self.times.transfers - self.hidden
+
+    @property
     def error(self) -> float:
         """Relative error of the plan."""
-        return self.times.step / self.measured - 1
-
-
-class RingExchanges(NamedTuple):
-    """How a peer sends the model's gradients and parameters in a ring."""
-
-    times_gathered: int
-    gradient_nbytes: int
-    num_gathers: int
-    num_reductions: int
+        return self.step / self.measured - 1
 
 
 def rate_gbit(network: str) -> float:
@@ -156,32 +167,26 @@ def model_of(shape: dict[str, int], dtype: torch.dtype) -> Model:
     return Model.of_module(module, num_layers=layers, hidden=hidden, sequence=sequence)
 
 
-def _peers(model: Model, dtype: torch.dtype) -> dict[str, RingExchanges]:
-    """Return the exchanges of the peers: DDP's gradients are float32; FSDP2 moves each block, and the others."""
-    buckets = 1 + -(-max(4 * model.numel - FIRST_BUCKET_NBYTES, 0) // BUCKET_NBYTES)
-    groups = model.num_layers + 1
-    return {
-        "ddp": RingExchanges(0, 4, 0, buckets),
-        "ddp bf16 gradients": RingExchanges(0, 2, 0, buckets),
-        "fsdp2 reshard=False": RingExchanges(1, dtype.itemsize, groups, groups),
-        "fsdp2 reshard=True": RingExchanges(2, dtype.itemsize, 2 * groups, groups),
-    }
+def _of_torch(
+    peer: Peer, model: Model, cluster: Cluster, dtype: torch.dtype, num_micro: int
+) -> tuple[MovedBytes, float]:
+    """Return what gloo's rings move, and the bytes that their kernels read and write.
 
-
-def _of_ring(peer: RingExchanges, model: Model, cluster: Cluster, dtype: torch.dtype) -> tuple[MovedBytes, float]:
-    """Return what a ring moves, and the bytes that its kernels read and write.
-
-    All links are busy at the same time, so the slowest one counts: that between nodes, if it is slower than one inside.
-    Only one rank of a node sends to another node.
+    All links of a ring are busy at the same time, so the slowest one counts: that between nodes, if it is slower than
+    one inside. FSDP2 moves each block, and the others.
     """
-    others = cluster.world_size - 1
-    reduced, gathered = peer.gradient_nbytes * model.numel, peer.times_gathered * dtype.itemsize * model.numel
-    nbytes = (2 * reduced + gathered) * others // cluster.world_size
-    rounds = others * (2 * peer.num_reductions + peer.num_gathers)
-    kernels = 3 * reduced * others / cluster.world_size
+    if peer.shards_over != "none":
+        peer = peer._replace(param_nbytes=dtype.itemsize, gradient_nbytes=dtype.itemsize)
+    counts, shape = Counts(numel=model.numel), (cluster.num_nodes, cluster.ranks_per_node)
+    moved = total(list(peer_moved(peer, counts, shape, model.num_layers + 1, num_micro, is_gloo=True).values()))
+    kernels, (intra, inter) = peer_kernel_nbytes(peer, counts, shape, num_micro), moved.sent
+    if peer.shards_over == "node":
+        of_node, of_nodes = moved.exchanges
+        return MovedBytes(moved.sent, Exchanged(of_node * (shape[1] - 1), of_nodes * (shape[0] - 1))), kernels
+    rounds = (cluster.world_size - 1) * max(moved.exchanges)
     if cluster.between_gbit / 8 < cluster.within_gbps:
-        return MovedBytes(Sent(0, nbytes // cluster.ranks_per_node), Exchanged(0, rounds)), kernels
-    return MovedBytes(Sent(nbytes, 0), Exchanged(rounds, 0)), kernels
+        return MovedBytes(Sent(0, inter), Exchanged(0, rounds)), kernels
+    return MovedBytes(Sent(intra + inter, 0), Exchanged(rounds, 0)), kernels
 
 
 def _of_zero(options: dict[str, Any], model: Model, cluster: Cluster, dtype: torch.dtype) -> tuple[MovedBytes, float]:
@@ -193,12 +198,7 @@ def _of_zero(options: dict[str, Any], model: Model, cluster: Cluster, dtype: tor
     settings = resolve_config(None, asked | {"gradient_accumulation_steps": num_micro}).settings
     exchanges = Exchanges.of(settings, cluster.num_nodes, cluster.ranks_per_node, dtype)
     moved = step_moved(model, exchanges, num_micro).values()
-    sent, counts = [part.sent for part in moved], [part.exchanges for part in moved]
-    total = MovedBytes(
-        Sent(sum(p.intra for p in sent), sum(p.inter for p in sent)),
-        Exchanged(sum(p.intra for p in counts), sum(p.inter for p in counts)),
-    )
-    return total, kernel_nbytes(model, exchanges, num_micro)
+    return total(list(moved)), kernel_nbytes(model, exchanges, num_micro)
 
 
 def planned(store: Store, facts: dict[str, Any] | None) -> Iterator[Planned]:
@@ -209,32 +209,69 @@ def planned(store: Store, facts: dict[str, Any] | None) -> Iterator[Planned]:
             continue
         shape, dtype = store.values["shape"][batch], getattr(torch, dtype_name)
         cluster, model = cluster_of(facts, shape["nodes"], network), model_of(shape, dtype)
-        loopback, peers = store.run(f"{dtype_name} {batch} {LOOPBACK}"), _peers(model, dtype)
+        loopback = store.run(f"{dtype_name} {batch} {LOOPBACK}")
         for name, system in run.systems.items():
-            entry = ENTRIES[name]
-            base = _alone(run, system.accumulation) if facts is not None else _median(loopback, name)
-            if name in peers:
-                moved, kernels = _of_ring(peers[name], model, cluster, dtype)
-            elif entry.module == "zero_optimizer" and not NOT_PLANNED & entry.options.keys():
-                moved, kernels = _of_zero(entry.options, model, cluster, dtype)
-            else:
+            base = alone(run if facts is not None else loopback, system.accumulation)
+            moved = moved_of(name, model, cluster, dtype)
+            if base is None or moved is None or system.error or not system.seconds:
                 continue
-            if base is None or system.error or not system.seconds:
-                continue
-            job = Activations(hidden=model.hidden, num_layers=model.num_layers, batch=1, sequence=model.sequence)
-            setup = TrainingSetup(stage=entry.stage, num_nodes=shape["nodes"], ranks_per_node=RANKS_PER_NODE)
-            times = times_of(model, job, setup, cluster, {name: moved}, kernels_nbytes=kernels, num_micro=1)
-            times = replace(times, computation=base)
+            measured = statistics.median(system.seconds)
             if facts is None:
-                times = replace(times, within=0.0, latency=0.0, kernels=0.0)
-            yield Planned(key, name, times, statistics.median(system.seconds))
+                own = median(loopback, name)
+                if own is not None:
+                    nbytes = moved[0].sent.inter * cluster.ranks_per_node
+                    yield Planned(key, name, *of_own_step(name, own, base, nbytes, cluster), measured)
+                continue
+            times = _times(model, cluster, *moved)
+            times = replace(times, computation=base)
+            yield Planned(key, name, times, times.hidden, measured)
 
 
-def _alone(run: Run, accumulation: int) -> float | None:
-    return _median(run, "alone" if accumulation == 1 else f"alone x{accumulation}")
+def moved_of(name: str, model: Model, cluster: Cluster, dtype: torch.dtype) -> tuple[MovedBytes, float] | None:
+    """Return what the system moves, and the bytes that its kernels read and write; None: it is not planned."""
+    entry = ENTRIES[name]
+    if name in TORCH:
+        return _of_torch(PEERS[TORCH[name]], model, cluster, dtype, entry.options.get("accumulation", 1))
+    if entry.module == "zero_optimizer" and not NOT_PLANNED & entry.options.keys():
+        return _of_zero(entry.options, model, cluster, dtype)
+    return None
 
 
-def _median(run: Run, name: str) -> float | None:
+def _times(model: Model, cluster: Cluster, moved: MovedBytes, kernels: float) -> StepTimes:
+    job = Activations(hidden=model.hidden, num_layers=model.num_layers, batch=1, sequence=model.sequence)
+    setup = TrainingSetup(stage=0)  # nothing is offloaded
+    return times_of(model, job, setup, cluster, {"all": moved}, kernels_nbytes=kernels, num_micro=1)
+
+
+def of_own_step(
+    name: str, own: float, computing: float, node_nbytes: float, cluster: Cluster
+) -> tuple[StepTimes, float]:
+    """Return the times of a step that takes ``own`` seconds on loopback, and what is hidden on the network.
+
+    Args:
+        name: Of the system.
+        own: Seconds.
+        computing: Seconds of the same ranks alone.
+        node_nbytes: Bytes that a node sends.
+        cluster: The network.
+    """
+    between = node_nbytes / (cluster.between_gbit * 1e9 / 8 * LINK_EFFICIENCY)
+    times = StepTimes(
+        computation=own, within=0.0, between=between, latency=0.0, kernels=0.0, pcie=0.0, host=0.0, nvme=0.0
+    )
+    hidden = (1 - 1 / cluster.ranks_per_processor) * max(own - computing, 0.0)
+    if ENTRIES[name].module == "zero_optimizer":
+        hidden += min(computing, own)
+    return times, min(hidden, between)
+
+
+def alone(run: Run, accumulation: int) -> float | None:
+    """Return the median step of the ranks alone, after as many micro-batches."""
+    return median(run, "alone" if accumulation == 1 else f"alone x{accumulation}")
+
+
+def median(run: Run, name: str) -> float | None:
+    """Return the median step of a system; None if it was not measured."""
     system = run.systems.get(name)
     return statistics.median(system.seconds) if system is not None and system.seconds else None
 
@@ -262,7 +299,7 @@ def page(path: Path, probe: Path | None = None, *, has_own: bool = False) -> str
     ]  # fmt: skip
     for row in rows:
         of = row.times
-        parts = (of.computation, of.within, of.between, of.latency, of.kernels, of.hidden, of.step, row.measured)
+        parts = (of.computation, of.within, of.between, of.latency, of.kernels, row.hidden, row.step, row.measured)
         cells = " | ".join(f"{1e3 * part:,.1f}" for part in parts)
         lines.append(f"| {row.key} | {row.system} | {cells} | {100 * row.error:+.0f} % |")
     return "\n".join(lines) + "\n"
@@ -270,7 +307,7 @@ def page(path: Path, probe: Path | None = None, *, has_own: bool = False) -> str
 
 def _facts_line(facts: dict[str, Any] | None) -> str:
     if facts is None:
-        return "Itself: the system's own step on loopback. Between: bytes of a node over the network's rate."
+        return "Itself: the system's own step on loopback. Between: bytes of a node over 0.9 of the network's rate."
     one = cluster_of(facts, 2, LOOPBACK)  # its links do not depend on the number of nodes
     return (
         f"Links, times LINK_EFFICIENCY: within a node {one.within_gbps:.3f} GB/s a rank, {one.within_us:.0f} us an "

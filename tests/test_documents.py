@@ -67,7 +67,7 @@ def claims_of(text: str) -> Iterator[Claim]:
         for row in rows:
             if not files and (found := MEASURED.search(NO_FIGURES.sub("] ", row))):
                 raise ValueError(f"{found[0]!r} comes from no file under bench/results: {row}")
-            for file in files:
+            for file in (RESULT.findall(row) if is_table else []) or files:  # a row may name its own
                 yield Claim(row, file, numbers_of(row), is_table)
 
 

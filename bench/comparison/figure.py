@@ -67,5 +67,7 @@ def _has_peer(rows: list[dict[str, Any]]) -> bool:
 
 
 def draw(runs: dict[Key, Run], path: Path) -> None:
-    """Write :func:`figure_of` to the file ``path``."""
-    figure_of(runs).savefig(path, dpi=120)
+    """Write :func:`figure_of` to the file ``path``, unless no other library was measured."""
+    figure = figure_of(runs)
+    if figure.axes:
+        figure.savefig(path, dpi=120)

@@ -1,6 +1,6 @@
 """``bench/plan_validation.py --measured``, from recorded JSON, compared with times computed by hand."""
 
-# covers zero/plan/command.py zero/plan/planner.py zero/plan/times.py
+# covers bench/plan_measured.py bench/plan_validation.py zero/plan/command.py zero/plan/planner.py zero/plan/times.py
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_steps_by_hand(tmp_path: Path) -> None:
     assert ours.latency == pytest.approx(2 * (300e-6 + 700e-6) + 2 * 700e-6)  # with its agreements
     assert ours.kernels == pytest.approx(8 * NUMEL / (KERNELS_GBPS * 1e9), rel=0.05)
     shorter = min(ours.between, 0.02 + ours.within + ours.latency + ours.kernels)
-    assert ours.hidden == pytest.approx(shorter / 2)  # 4 ranks on 2 cores
+    assert rows["zero stage 1"].hidden == ours.hidden == pytest.approx(shorter / 2)  # 4 ranks on 2 cores
     assert ours.step == pytest.approx(0.02 + ours.within + ours.between + ours.latency + ours.kernels - shorter / 2)
     assert rows["ddp"].error == pytest.approx(ring.step / 0.1 - 1)
 
@@ -93,24 +93,66 @@ def test_on_loopback_links_are_those_of_the_probe(tmp_path: Path) -> None:
 
 
 def test_own_steps_are_those_on_loopback(tmp_path: Path) -> None:
-    """Half of the shorter one overlaps: the step on loopback, or sending the bytes at nine tenths of the rate."""
-    systems = {"ddp": {"seconds": [0.1]}, "zero stage 1": {"seconds": [0.05]}}
-    loopback = {"ddp": {"seconds": [0.3, 0.1, 0.2]}}
-    paths = _files(tmp_path, systems, "200mbit", loopback)
+    """The network's time at nine tenths of its rate, less half of what messages cost; ours computes meanwhile."""
+    systems = {"ddp": {"seconds": [0.1]}, "zero stage 1": {"seconds": [0.05]}, "zero stage 2": {"seconds": [0.05]}}
+    loopback = {"alone": {"seconds": [0.05]}, "ddp": {"seconds": [0.03, 0.1, 0.07]}, "zero stage 1": {"seconds": [0.2]}}
+    paths = _files(tmp_path, systems, "2mbit", loopback)
     rows = _rows(paths, has_own=True)
-    assert set(rows) == {"ddp"}, "what has no step on loopback is left out"
-    between = 1.5 * 4 * NUMEL / (25e6 * 0.9)
-    assert between < 0.2
-    assert rows["ddp"].times.step == pytest.approx(0.2 + between / 2, rel=0.01)
+    assert set(rows) == {"ddp", "zero stage 1"}, "what has no step on loopback is left out"
+    between = 1.5 * 4 * NUMEL / (2e6 / 8 * 0.9)
+    assert rows["ddp"].step == pytest.approx(0.07 + between - 0.02 / 2, rel=0.01)
+    ours = 2 * NUMEL / (2e6 / 8 * 0.9)
+    assert rows["zero stage 1"].step == pytest.approx(0.2 + ours - 0.05 - 0.15 / 2, rel=0.05)  # padding
     assert "--own-steps`; formulas" in plan_measured.page(paths[0], has_own=True)
     with pytest.raises(ValueError, match="on a network and on loopback"):
         plan_measured.page(_files(tmp_path, systems)[0], has_own=True)
 
 
+def test_in_float32_fsdp2_sends_twice_the_bytes(tmp_path: Path) -> None:
+    store = records.Store(_files(tmp_path, {})[0])
+    run = store.values["runs"].pop("bfloat16 network 200mbit")
+    systems = {"alone": {"seconds": [0.02]}, "fsdp2 reshard=True": {"seconds": [1]}, "ddp": {"seconds": [1]}}
+    store.values["runs"] = {f"{dtype} network 200mbit": run | {"systems": systems} for dtype in ("float32", "bfloat16")}
+    facts = plan_measured.probed(tmp_path / "probe.json", store)
+    wide, ddp, narrow, _ = (row.times.between for row in plan_measured.planned(store, facts))
+    assert wide == pytest.approx(2 * narrow, rel=1e-4)
+    assert ddp == pytest.approx(1.5 * 4 * NUMEL / (25e6 * 0.9), rel=1e-4), "DDP's gradients are float32 in both"
+
+
+def test_no_more_is_hidden_than_the_network_takes(tmp_path: Path) -> None:
+    loopback = {"alone": {"seconds": [0.5]}, "zero stage 1": {"seconds": [0.7]}, "ddp": {"seconds": [9.0]}}
+    paths = _files(tmp_path, {"ddp": {"seconds": [1]}, "zero stage 1": {"seconds": [1]}}, "10gbit", loopback)
+    assert {name: row.step for name, row in _rows(paths, has_own=True).items()} == {"ddp": 9.0, "zero stage 1": 0.7}
+
+
+@pytest.mark.parametrize("name", ["hsdp reshard=True", "hsdp reshard=True x4", "fsdp2 reshard=False x4"])
+def test_hybrid_and_accumulating_peers(tmp_path: Path, name: str) -> None:
+    """Bytes and rounds of 2 nodes x 2 ranks over gloo, whose reduce-scatter goes twice around the ring."""
+    count = 4 if name.endswith("x4") else 1
+    systems = {
+        "alone": {"seconds": [0.02]},
+        "alone x4": {"seconds": [0.08]},
+        name: {"seconds": [1], "accumulation": count},
+    }
+    times = _rows(_files(tmp_path, systems))[name].times
+    node, model, groups = 25e6 * 0.9, 2 * NUMEL, 3
+    if name.startswith("hsdp"):
+        assert times.between == pytest.approx(model / node, rel=0.01), "half of it twice, of both ranks, once a step"
+        within = (2 + 2) * count * model / 2
+        assert times.within == pytest.approx(within / 0.5e9, rel=0.01)
+        assert times.latency == pytest.approx((2 + 2) * count * groups * 300e-6 + 2 * groups * 700e-6)
+    else:
+        assert times.between == pytest.approx((1 + 2) * 0.75 * model / node, rel=0.01), (
+            "gathered and reduced once a step"
+        )
+        assert times.latency == pytest.approx((1 + 2) * groups * 3 * 700e-6)
+    assert times.computation == 0.02 * count
+
+
 def test_the_page_counts_rows_within_a_fifth(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     systems = {"alone": {"seconds": [0.02]}, "ddp": {"seconds": [9.0]}, "zero stage 1": {"seconds": [1.0]}}
     paths = _files(tmp_path, systems)
-    exact = _rows(paths)["zero stage 1"].times.step
+    exact = _rows(paths)["zero stage 1"].step
     paths = _files(tmp_path, systems | {"zero stage 1": {"seconds": [1.19 * exact]}})
     plan_validation.main(["--measured", str(paths[0]), "--probe", str(paths[1])])
     page = capsys.readouterr().out
@@ -130,3 +172,9 @@ def test_what_cannot_be_planned(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="a rate like 200mbit: 'slow'"):
         plan_measured.rate_gbit("slow")
     assert [plan_measured.rate_gbit(name) for name in ("200mbit", "1gbit", "2.5gbit")] == [0.2, 1.0, 2.5]
+
+
+@pytest.mark.parametrize(("page", "measured"), [("measured", "measured"), ("measured_13m", "compare_13m")])
+def test_committed_pages_are_what_the_command_writes(page: str, measured: str) -> None:
+    results = ROOT / "bench" / "results"
+    assert (results / f"{page}.md").read_text() == plan_measured.page(results / f"{measured}.json", has_own=True)

@@ -58,6 +58,12 @@ def test_few_curves_with_labels_and_the_same_colours() -> None:
     assert plot_style.OTHER not in colours.values()
 
 
+def test_ranks_alone_are_not_drawn(tmp_path: Path) -> None:
+    run = records.Run(tokens=64, systems={"alone": records.System(seconds=[1.0], wire_nbytes=[0.0])})
+    figure.draw({"bfloat16 users loopback": run}, tmp_path / "alone.png")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_the_second_panel_shows_paired_differences() -> None:
     panel = _of_convergence().axes[1]
     last = {str(curve.get_label()): curve.get_ydata()[-1] for curve in panel.get_lines()}

@@ -119,6 +119,11 @@ def test_largest_models_on_one_dgx2(published: Any) -> None:
     lines = list(published.dgx2())
     assert [line for line in lines if not -0.01 <= line.error <= 0.55] == []
     assert [line.planned for line in lines] == sorted(line.planned for line in lines)
+    free = {what: (place, gb) for what, place, gb, _ in published.spare(lines)}
+    assert set(free) == {line.what for line in lines if abs(line.error) > 0.2}, "each large difference is explained"
+    place, gb = free["data parallel"]  # 1.4e9 parameters of 16 + 2 bytes, and up to 3 GB of activations, on each of 16
+    assert place == "device"
+    assert 16 * (32 * 1.0737 - 18 * 1.4 - 3) < gb < 16 * (32 * 1.0737 - 16 * 1.4)
 
 
 def test_zero_offload(published: Any) -> None:
@@ -162,6 +167,14 @@ def test_a_plan_is_quick_and_its_configurations_are_read(num_nodes: int) -> None
             row.variant == "ZeRO++",
         )
         assert "inactive" not in explain(parse(row.config, "plan"), world_size=8 * num_nodes)
+
+
+def test_only_some_configurations_are_planned() -> None:
+    model, cluster = Model.of_shape(4, 1024), Cluster(num_nodes=2)
+    only = [(3, "plain", "device"), (3, "delta-hpZ", "device"), (0, "delta-hpZ", "device")]  # the last does not exist
+    some = plan(model, cluster, only=only)
+    assert some == [row for row in plan(model, cluster) if (row.stage, row.variant, row.tier) in only]
+    assert len(some) == 2
 
 
 def test_a_step_by_hand() -> None:

@@ -8,11 +8,11 @@ Called by: ``zero plan``, zero.estimate, and scripts.
                                                     --exchanges-->     bytes sent --times--> seconds --> ranked Rows
 
 Formulas with their sources: bytes in memory in :mod:`zero.plan.formulas`, bytes sent in :mod:`zcomm.volume`, seconds in
-:mod:`zero.plan.times`.
+:mod:`zero.plan.times`, DDP, FSDP2 and HSDP in :mod:`zero.plan.peers`.
 """
 
 from zero.plan.cluster import CLUSTERS, Cluster
 from zero.plan.model import MODELS, Model
-from zero.plan.planner import Job, Row, largest_model, plan
+from zero.plan.planner import Job, Row, largest_model, plan, plan_peers
 
-__all__ = ["CLUSTERS", "MODELS", "Cluster", "Job", "Model", "Row", "largest_model", "plan"]
+__all__ = ["CLUSTERS", "MODELS", "Cluster", "Job", "Model", "Row", "largest_model", "plan", "plan_peers"]

@@ -17,7 +17,7 @@ from zcomm import ConfigError
 from zcomm._collectives.auto_format import probe_path
 from zero.plan.cluster import CLUSTERS, Cluster
 from zero.plan.model import MODELS, Model
-from zero.plan.planner import Job, largest_model, plan
+from zero.plan.planner import Job, largest_model, plan, plan_peers
 from zero.plan.report import as_json, draw, table
 
 UNREADABLE = (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RecursionError)
@@ -68,7 +68,7 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     job.add_argument("--precision", choices=["bf16", "fp16"], default="bf16")
     job.add_argument("--narrow-gradients", action="store_true", help="sum gradients in 16 bits (grad_accum_dtype)")
     parser.add_argument("--max-model", action="store_true", help="find the largest model of such layers that fits")
-    parser.add_argument("--json", action="store_true", help="print each row as a line of JSON")
+    parser.add_argument("--json", action="store_true", help="print each row as a line of JSON, peers last")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="plot the times of a step (needs matplotlib)")
 
 
@@ -90,10 +90,10 @@ def run(options: argparse.Namespace) -> str:
     model = _model_of(options)
     if options.max_model:
         model, _ = largest_model(model, cluster, job)
-    rows = plan(model, cluster, job)
+    rows, peers = plan(model, cluster, job), plan_peers(model, cluster, job)
     if options.plot is not None:
         draw(rows, options.plot)
-    return as_json(rows) if options.json else table(rows, model, cluster)
+    return as_json([*rows, *peers]) if options.json else table(rows, model, cluster, peers)
 
 
 def named_model(name: str, *, vocabulary: int = 50257, sequence: int | None = None) -> Model:

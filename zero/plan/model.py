@@ -294,6 +294,7 @@ def _idle_numel(config: Any, module: nn.Module) -> int:
 
 MODELS = {
     "gpt2-1.5b": (48, 1600),
+    "7b": (32, 4096),
     "megatron-10b": (50, 4096),
     "13b": (40, 5120),
     "18b": (40, 6144),

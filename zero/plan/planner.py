@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,8 +17,9 @@ from zero._model.model_layout import numel_to_merge
 from zero.plan.cluster import Cluster
 from zero.plan.estimate import TIERS, Estimate, estimate, tiers_of_stage, with_shares
 from zero.plan.exchanges import Exchanges, MovedBytes, kernel_nbytes, step_moved
-from zero.plan.formulas import Activations
+from zero.plan.formulas import Activations, TrainingSetup
 from zero.plan.model import Model
+from zero.plan.peers import PEERS, Peer, PeerMemory, in_rings, memory_of, peer_kernel_nbytes, peer_moved
 from zero.plan.times import StepTimes, times_of, whole_update
 
 VARIANTS = ("plain", "ZeRO++", "delta-hpZ")
@@ -67,6 +68,10 @@ class Job:
             num_checkpoints=model.num_layers,
         )
 
+    def tokens(self, model: Model, cluster: Cluster) -> int:
+        """Return the tokens of all ranks in a step."""
+        return self.batch * model.sequence * self.num_micro * cluster.world_size
+
 
 @dataclass(frozen=True, slots=True)
 class Row:
@@ -74,12 +79,12 @@ class Row:
 
     stage: int
     variant: str
-    """One of :data:`VARIANTS`."""
+    """One of :data:`VARIANTS`; of a peer its name."""
     tier: str
     """A key of :data:`zero.plan.estimate.TIERS`."""
     config: Mapping[str, Any]
-    """DeepSpeed's JSON, as :func:`zero.initialize` takes it."""
-    memory: Estimate
+    """DeepSpeed's JSON, as :func:`zero.initialize` takes it; of a peer empty."""
+    memory: Estimate | PeerMemory
     """Bytes of a rank, by kind and place."""
     moved: Mapping[str, MovedBytes]
     """Bytes that a rank sends in a step, and the number of exchanges, by kind."""
@@ -106,8 +111,16 @@ class Row:
         return Sent(sum(s.intra for s in sent), sum(s.inter for s in sent))
 
 
-def plan(model: Model, cluster: Cluster, job: Job | None = None) -> list[Row]:
+def plan(
+    model: Model, cluster: Cluster, job: Job | None = None, *, only: Collection[tuple[int, str, str]] | None = None
+) -> list[Row]:
     """Plan every stage, variant and tier. Rows that fit come first; then by tokens per second, then by memory.
+
+    Args:
+        model: What is trained.
+        cluster: The hardware.
+        job: The work of a rank.
+        only: Stages, variants and tiers; default: all that the cluster can have.
 
     Raises:
         ConfigError: A configuration is invalid.
@@ -115,8 +128,41 @@ def plan(model: Model, cluster: Cluster, job: Job | None = None) -> list[Row]:
     Cost: about 2 ms for each row, whatever the number of ranks; with Muon the placement of all tensors as well.
     """
     chosen = job or Job()
-    rows = [_row(model, cluster, chosen, *choice) for choice in _choices(cluster)]
+    choices = [choice for choice in _choices(cluster) if only is None or choice in only]
+    rows = [_row(model, cluster, chosen, *choice) for choice in choices]
+    return _ranked(rows)
+
+
+def plan_peers(model: Model, cluster: Cluster, job: Job | None = None) -> list[Row]:
+    """Plan DDP, FSDP2 and HSDP for comparison, in the order of :func:`plan`; none with Muon, which they do not have.
+
+    Formulas: :mod:`zero.plan.peers`. Peers that equal another one on this cluster are left out.
+    """
+    chosen = job or Job()
+    rows = [
+        _peer_row(model, cluster, chosen, name, peer)
+        for name, peer in PEERS.items()
+        if chosen.optimizer == "adamw"
+        and (cluster.num_nodes > 1 or peer.shards_over != "node")
+        and (chosen.num_micro > 1 or not peer.is_once)
+    ]
+    return _ranked(rows)
+
+
+def _ranked(rows: list[Row]) -> list[Row]:
     return sorted(rows, key=lambda row: (not row.fits, -row.tokens_per_s, row.memory.nbytes()))
+
+
+def _peer_row(model: Model, cluster: Cluster, job: Job, name: str, peer: Peer) -> Row:
+    counts, activations = model.counts(cluster.world_size), job.activations(model)
+    shape, num_units = (cluster.num_nodes, cluster.ranks_per_node), sum(unit.repeats for unit in model.units)
+    moved = peer_moved(peer, counts, shape, num_units, job.num_micro)
+    kernels = peer_kernel_nbytes(peer, counts, shape, job.num_micro)
+    memory = memory_of(peer, counts, shape, activations, job.num_micro)
+    setup = TrainingSetup(stage=0)  # nothing is offloaded
+    times = times_of(model, activations, setup, cluster, moved, kernels_nbytes=kernels, num_micro=job.num_micro)
+    tokens, lacks = job.tokens(model, cluster), _lacks(memory, cluster)
+    return Row(peer.stage, name, "device", {}, memory, moved, in_rings(peer, times), tokens, lacks)
 
 
 def largest_model(
@@ -221,11 +267,11 @@ def _row(model: Model, cluster: Cluster, job: Job, stage: int, variant: str, tie
     times = times_of(
         model, shape, setup, cluster, moved, kernels_nbytes=kernels, num_micro=job.num_micro, update=update
     )
-    tokens = job.batch * model.sequence * job.num_micro * cluster.world_size
-    return Row(stage, variant, tier, config, memory, moved, times, tokens, _lacks(memory, cluster))
+    tokens, lacks = job.tokens(model, cluster), _lacks(memory, cluster)
+    return Row(stage, variant, tier, config, memory, moved, times, tokens, lacks)
 
 
-def _lacks(memory: Estimate, cluster: Cluster) -> tuple[str, ...]:
+def _lacks(memory: Estimate | PeerMemory, cluster: Cluster) -> tuple[str, ...]:
     places = {
         "device": cluster.device_gib,
         "host": cluster.host_gib / cluster.ranks_per_node,

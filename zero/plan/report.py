@@ -15,11 +15,15 @@ HEADER = (
     f"{'stage':>5}  {'variant':<9}  {'tier':<14} {'device':>8} {'host':>8} {'nvme':>8} {'within':>8} {'between':>8} "
     f"{'compute':>8} {'links':>8} {'latency':>8} {'other':>8} {'step':>8} {'overlap':>7} {'tokens/s':>10}"
 )
+PEERS_TITLE = (
+    "torch's own ways, by the same formulas over NCCL's rings, in bf16 with AdamW; once: the gradients of all "
+    "micro-batches are sent as one sum"
+)
 UNITS = f"{'':>32} {'GiB':>8} {'GiB':>8} {'GiB':>8} {'GB':>8} {'GB':>8} " + 5 * f"{'s':>8} " + f"{'most':>7}"
 
 
-def table(rows: Sequence[Row], model: Model, cluster: Cluster) -> str:
-    """Return all rows as a table, with the memory usage and the configuration of the first."""
+def table(rows: Sequence[Row], model: Model, cluster: Cluster, peers: Sequence[Row] = ()) -> str:
+    """Return all rows as a table, then ``peers``, then the memory usage and the configuration of the first row."""
     lines = [
         f"{model.numel:,} parameters, {model.num_layers} layers of {model.hidden}, sequences of {model.sequence}, on "
         f"{cluster.num_nodes} nodes x {cluster.ranks_per_node} ranks",
@@ -32,6 +36,8 @@ def table(rows: Sequence[Row], model: Model, cluster: Cluster) -> str:
         *(_line(row) for row in rows),
         "",
     ]
+    if peers:
+        lines += [PEERS_TITLE, *(_line(row) for row in peers), ""]
     best = rows[0]
     if not best.fits:
         lines.append("nothing fits: use more nodes, a smaller batch, or a smaller model (--max-model)")
@@ -58,9 +64,13 @@ def _line(row: Row) -> str:
     end = f"{row.tokens_per_s:>10,.0f}" if row.fits else f"  does not fit: {', '.join(row.lacks)}"
     parts = (times.computation, times.communication - times.latency, times.latency, other, times.step)
     return (
-        f"{row.stage:>5}  {row.variant:<9}  {row.tier:<14} {places} {sent.intra / 1e9:>8.2f} {sent.inter / 1e9:>8.2f} "
+        f"{row.stage:>5}  {_name(row):<25} {places} {sent.intra / 1e9:>8.2f} {sent.inter / 1e9:>8.2f} "
         f"{' '.join(f'{part:>8.3f}' for part in parts)} {100 * times.overlap:>5.0f} % {end}"
     )
+
+
+def _name(row: Row) -> str:
+    return f"{row.variant:<9}  {row.tier}" if row.config else row.variant
 
 
 def _gib(nbytes: float) -> str:
@@ -68,7 +78,7 @@ def _gib(nbytes: float) -> str:
 
 
 def as_json(rows: Sequence[Row]) -> str:
-    """Return each row as a line of JSON, in order."""
+    """Return each row as a line of JSON, in order; ``config`` of a peer is empty."""
     return "".join(json.dumps(_record(row)) + "\n" for row in rows)
 
 
