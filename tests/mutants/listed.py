@@ -61,7 +61,7 @@ EXACT_BITS = _of(
     "test_bits_do_not_depend_on_capacities",
     "test_replicas_have_the_bits_of_the_shards[4-2]",
 )
-PATCHED = _of("zero/test_publish_faults", "test_no_damage_of_any_file_is_read_as_weights")
+PATCHED = _of("zero/test_publish_faults", "test_a_patch_with_one_damaged_chunk_changes_nothing")
 IS_LINK = """\
     if path.is_symlink():
         raise CheckpointError(
@@ -346,7 +346,7 @@ MUTANTS = [
            '  ZCOMM_CHECK(sum == end - kUlpsHeadNbytes - 4 * num_chunks, "sizes of chunks must add up");\n', "",
            ("cpp/tests/ulps_test.cc::CheckHostile",)),
     Mutant("publish: a publication whose files the first rank does not see", PUBLISHER, "            _check_visible(path, results)\n", "",
-           _of("zero/test_publish_refusals", "test_an_error_of_one_rank_is_that_of_all[1]") + PATCHED),
+           _of("zero/test_publish_faults", "test_a_folder_that_ranks_do_not_share_is_named")),
     Mutant("publish: named before its files are synced", PUBLISHER, "            sync_folder(path)\n            path.rename", "            path.rename",
            _of("zero/test_publish_faults", "test_what_is_on_the_disk_when_the_power_fails_can_be_read")),
     Mutant("publish: done before its name is synced", PUBLISHER,
@@ -359,8 +359,8 @@ MUTANTS = [
                "test_a_failed_fsync_is_raised_and_the_next_publication_is_right[3]")),
     Mutant("publish: two runs share a folder", PUBLISHER, "            if run != self.run:\n                raise", "            if False:\n                raise",
            _of("zero/test_publish_faults", "test_two_publishers_in_one_folder")),
-    Mutant("subscribe: digests of a patch are not compared", SUBSCRIBER, "            if digests[change.number] != change.digest:\n",
-           "            if False:\n", PATCHED),
+    Mutant("subscribe: digests of a patch are not computed", SUBSCRIBER, "digests[change.number] = _digest_of(new)", "digests[change.number] = change.digest",
+           PATCHED),
     Mutant("subscribe: weights are written before all of a patch is verified", SUBSCRIBER,
            "            values.append((chunk, new))\n        if root_of(digests)",
            "            values.append((chunk, new))\n            self._next = _NewVersion(manifest, layout, list(digests), values)\n            self._write()\n        if root_of(digests)",

@@ -119,7 +119,7 @@ class Copy:
             output = (done.stdout + done.stderr).strip()
             text += f"{output}\n"
             if done.returncode != 0:
-                return 1, f"{text}FAILED {test} - {output.splitlines()[-1]}\n"
+                return 1, f"{text}FAILED {test} - {(output.splitlines() or ['no output'])[-1]}\n"
         return 0, text
 
     def _run_python(self, tests: Sequence[str]) -> tuple[int | None, str]:

@@ -582,3 +582,54 @@ def _check_failing_rank(rank: int, folder: str, failing: int) -> None:
 @pytest.mark.parametrize("failing", [0, 1])
 def test_an_error_on_one_rank_is_raised_on_all(tmp_path: Path, failing: int) -> None:
     run_ranks(2, _check_failing_rank, str(tmp_path), failing)
+
+
+def test_a_patch_with_one_damaged_chunk_changes_nothing(tmp_path: Path) -> None:
+    """The first chunk of the patch, in bfloat16, is whole. The last is float32, which no coder's checksum covers."""
+    model = nn.Sequential(nn.Linear(40, 30).bfloat16(), nn.Linear(30, 20))
+    ours = nn.Sequential(nn.Linear(40, 30).bfloat16(), nn.Linear(30, 20))
+    subscriber = zero.Subscriber(tmp_path, ours)
+    with zero.Publisher(model, tmp_path) as publisher:
+        _publish(model, publisher, 1)
+        subscriber.update()
+        _publish(model, publisher, 2)
+    (patch,) = tmp_path.glob("n*/patch-00000.bin")
+    data = bytearray(patch.read_bytes())
+    for at in (-1, -4 * 30 * 20):
+        patch.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at:][1:])
+        with pytest.raises(zero.PublicationError, match=r"does not give '1.*its digest"):
+            subscriber.update()
+        assert (subscriber.version, [param.unique().tolist() for param in ours.parameters()]) == (1, [[1]] * 4)
+    patch.write_bytes(data)
+    subscriber.update()
+    assert (subscriber.version, [param.unique().tolist() for param in ours.parameters()]) == (2, [[2]] * 4)
+
+
+def _check_other_folder(rank: int, folder: str) -> None:
+    """The second rank's folder is another one of the same name, as on another machine without a shared file system."""
+    model = new_model(torch.bfloat16)
+    with zero_optimizer(model, stage=3) as optimizer, zero.Publisher(optimizer, folder) as publisher:
+        create = publishers.create_file
+        for version, is_elsewhere in enumerate([False, True, False]):
+            for _, _, values in optimizer.master_pieces():
+                values.fill_(version)
+            with pytest.MonkeyPatch.context() as changed:
+                if rank == 1 and is_elsewhere:
+                    Path(folder, "elsewhere").mkdir()
+                    changed.setattr(
+                        publishers, "create_file", lambda path: create(Path(folder, "elsewhere", path.name))
+                    )
+                if is_elsewhere:
+                    with pytest.raises(zero.PublicationError, match=r"the first rank does not see .*patch-00001.bin"):
+                        _wait_for(publisher, version)
+                else:
+                    _wait_for(publisher, version)
+        if rank == 0:
+            read: dict[str, Tensor] = {}
+            subscriber = zero.Subscriber(folder, read)
+            subscriber.update()
+            assert (subscriber.version, {value.unique().item() for value in read.values()}) == (2, {2.0})
+
+
+def test_a_folder_that_ranks_do_not_share_is_named(tmp_path: Path) -> None:
+    run_ranks(2, _check_other_folder, str(tmp_path))
