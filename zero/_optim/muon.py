@@ -84,7 +84,7 @@ class Muon(getattr(torch.optim, "Muon", Optimizer)):  # type: ignore[misc]
             params, grads, momenta = list[Tensor](), list[Tensor](), list[Tensor]()
             self._init_group(group, params, grads, momenta)
             for batch in _batches(params):
-                updates = [momentum_of(grads[i], momenta[i], group) for i in batch]
+                updates = [momentum_of(grads[i], momenta[i], group).bfloat16() for i in batch]
                 is_single = len(batch) == 1
                 changes = _orthogonal(updates[0] if is_single else torch.stack(updates), group)
                 rate = float(group["lr"])
@@ -122,22 +122,23 @@ def _batches(matrices: Sequence[Tensor]) -> list[list[int]]:
     return found
 
 
-def momentum_of(grad: Tensor, buffer: Tensor, group: Mapping[str, Any]) -> Tensor:
-    """What is orthogonalized, in bfloat16; ``buffer`` is updated."""
+def momentum_of(grad: Tensor, buffer: Tensor, group: Mapping[str, Any], *, out: Tensor | None = None) -> Tensor:
+    """What is orthogonalized, in the dtype of ``grad``; ``buffer`` is updated. ``out``: memory for it."""
     buffer.lerp_(grad, 1 - group["momentum"])
-    return (grad.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer).bfloat16()
+    return torch.lerp(grad, buffer, group["momentum"], out=out) if group["nesterov"] else buffer
 
 
-def normalized(x: Tensor, group: Mapping[str, Any]) -> Tensor:
-    """``x`` [m, n] or [k, m, n] over the norm of each matrix."""
-    norms: Tensor = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
-    return x / norms.clamp(min=group["eps"])
+def norm_of(x: Tensor, group: Mapping[str, Any]) -> Tensor:
+    """The norm of ``x`` [m, n], or of each matrix of [k, m, n], which it is divided by."""
+    norm: Tensor = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
+    return norm.clamp_(min=group["eps"])
 
 
 def _orthogonal(update: Tensor, group: Mapping[str, Any]) -> Tensor:
     """Newton and Schulz's iteration of a matrix, or of each of a stack [k, m, n]."""
     (a, b, c), is_tall = group["ns_coefficients"], update.shape[-2] > update.shape[-1]
-    x = normalized(update.mT if is_tall else update, group)
+    x = update.mT if is_tall else update
+    x = x / norm_of(x, group)
     add = torch.addmm if x.ndim == 2 else torch.baddbmm
     for _ in range(group["ns_steps"]):
         gram = x @ x.mT

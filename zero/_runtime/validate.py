@@ -170,9 +170,9 @@ def whole_parameters(groups: Groups, plan: ResolvedConfig, optimizer: GivenOptim
     owners: list[GivenOptimizer] = [optimizer]
     if isinstance(optimizer, Optimizer):
         owners = [one for one in optimizers_of(optimizer) for _ in one.param_groups]
-    on_device = plan.settings.tiers.states.tier is Tier.DEVICE
+    is_allowed = plan.settings.tiers.states.allows_joint_updates
     return {
-        param: on_device and is_divisible(owner, param)
+        param: is_allowed and is_divisible(owner, param)
         for owner, group, is_whole in zip(owners, groups, plan.whole_groups, strict=True)
         if is_whole
         for param in group["params"]
