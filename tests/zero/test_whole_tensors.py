@@ -300,6 +300,14 @@ def _check_refused(rank: int) -> None:
         ConfigError, match=r"Muon refuses parameter 'blocks.0.norm.weight' of shape .* a list of two optimizers"
     ):
         zero.ZeroOptimizer(model, Muon, stage=1, lr=0.1)
+    for extra in (model.blocks[0].norm.weight, nn.Parameter(torch.zeros(2, 3, 4))):
+        late = Muon(matrices)  # torch checks shapes in the constructor alone
+        late.add_param_group({"params": [extra]})
+        model.register_parameter("late", extra)
+        rest = AdamW([param for param in others if param is not extra])
+        with pytest.raises(ConfigError, match=r"Muon updates matrices: got '.*' of shape \((24,|2, 3, 4)\)"):
+            zero.ZeroOptimizer(model, [late, rest], stage=1)
+        del model.late
     with pytest.raises(ConfigError, match=r"^Liar is not elementwise"):
         zero.ZeroOptimizer(model, Liar(model.parameters()), stage=1)
     with pytest.raises(ConfigError, match=r"given as a list of instances"):

@@ -206,14 +206,39 @@ def split_for_muon(model: nn.Module, fused: Mapping[str, int | Sequence[int]] | 
     _declare(model, fused or {})
     found = split_by_role(model)
     for name, param in model.named_parameters():
-        is_open = not hasattr(param, "stacked_parts") and getattr(param, "use_muon", None) is None
-        if is_open and found.roles.get(name) == MATRIX and (word := _fused_word(name)):
-            raise ConfigError(
-                f"a fused matrix must be declared, so that its parts are updated by themselves: {name!r} of shape "
-                f"{tuple(param.shape)} is called {word!r}; split_for_muon(model, fused={{{_last(name)!r}: 3}}) says "
-                "that it is three matrices, one below the other, and 1 that it is one"
-            )
+        if found.roles.get(name) == MATRIX:
+            _check_is_declared(name, param)
     return found
+
+
+def _check_is_declared(name: str, param: nn.Parameter) -> None:
+    """Raise ConfigError if ``name`` says that ``param`` is several matrices, and nothing else says what it is."""
+    is_open = not hasattr(param, "stacked_parts") and getattr(param, "use_muon", None) is None
+    if is_open and (word := _fused_word(name)):
+        raise ConfigError(
+            f"a fused matrix must be declared, so that its parts are updated by themselves: {name!r} of shape "
+            f"{tuple(param.shape)} is called {word!r}; split_for_muon(model, fused={{{_last(name)!r}: 3}}) says "
+            "that it is three matrices, one below the other, and 1 that it is one"
+        )
+
+
+def check_matrices(optimizer: Optimizer, model: nn.Module) -> None:
+    """Raise ConfigError if a Muon has other than matrices and declared stacks of them.
+
+    torch's looks at shapes in its constructor alone: groups that are added later may have any. Of one that a
+    configuration has made, names that say that a matrix is fused are not refused.
+    """
+    if type(optimizer) not in (Muon, Muon.__base__):
+        return
+    names = {param: name for name, param in model.named_parameters()}
+    for param in (param for group in optimizer.param_groups for param in group["params"] if param.requires_grad):
+        if any(len(shape) != 2 for shape in parts_of(param, names[param])):
+            raise ConfigError(
+                f"Muon updates matrices: got {names[param]!r} of shape {tuple(param.shape)}; give it to another "
+                "optimizer, or set stacked_parts if it is a stack of matrices"
+            )
+        if not getattr(optimizer, "is_configured", False):
+            _check_is_declared(names[param], param)
 
 
 def _declare(model: nn.Module, fused: Mapping[str, int | Sequence[int]]) -> None:
@@ -307,6 +332,8 @@ def build_muon(params: Mapping[str, Any], parameters: Any, matrices: Iterable[nn
             if own:
                 halves[kind].append({**options, "params": own})
     made = [make(halves[kind]) for kind, make in (("muon", Muon), ("adam", AdamW)) if halves[kind]]
+    for one in made:
+        one.is_configured = True  # type: ignore[union-attr]  # read by check_matrices
     optimizer: Optimizer = as_one(made)
     return optimizer
 

@@ -30,7 +30,7 @@ from zero._model.model_layout import check_model, plan_model
 from zero._optim.cpu_optimizer_base import CPUOptimizer
 from zero._optim.elementwise_check import check_states, updates_tensors
 from zero._optim.masters import GivenOptimizer, Groups, as_groups, build_inner, check_options
-from zero._optim.muon import is_divisible
+from zero._optim.muon import check_matrices, is_divisible
 from zero._optim.optimizer_clone import check_is_new
 from zero._optim.several import as_one, optimizers_of
 from zero._ranks.rank_errors import on_every_rank
@@ -100,6 +100,7 @@ def _understand(
         parts_of(param, name)
     for one in optimizers_of(optimizer) if isinstance(optimizer, Optimizer) else ():
         check_is_new(one)
+        check_matrices(one, model)
     device = check_model(model)
     check_backend("training", topology, plan.settings.backend, plan.settings.kernels, device)
     check_options(optimizer, plan.optimizer_options)
