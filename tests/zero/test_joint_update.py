@@ -84,7 +84,7 @@ def _num_joint(optimizer: zero.ZeroOptimizer) -> int:
     return sum(len(bucket.layout.joint_slots) for bucket in optimizer.parts.runtime.buckets)
 
 
-def _check_gradients(rank: int, cls: type[Optimizer], per_node: int, options: dict[str, Any]) -> None:
+def _check_gradients(rank: int, cls: type[Optimizer], per_node: int, options: dict[str, Any], steps: int = 20) -> None:
     """Fed the gradients that the ranks reduced, one process gives the same parameters, to 1e-6."""
     plain, model = _model().half().float() if "fp16" in options else _model(), _model()
     options = dict(options)
@@ -95,7 +95,7 @@ def _check_gradients(rank: int, cls: type[Optimizer], per_node: int, options: di
         optimizer = zero.ZeroOptimizer(model, given, topology=topology(per_node), **options)
     assert _num_joint(optimizer) > 0
     assert "are updated by the ranks of a node together, each of which sends" in str(optimizer.effective)
-    for step in range(20):
+    for step in range(steps):
         optimizer.scale(_loss(model, step, rank)).backward()
         for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
             theirs.grad = zero.utils.safe_get_full_grad(ours) / (2**10 if "fp16" in options else 1)
@@ -141,10 +141,10 @@ def test_on_the_gradients_of_the_ranks(cls: type[Optimizer], options: dict[str, 
         {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.4}},
         {"stage": 3, "mode": "delta_hpz", **EXACT, **CPU},
     ],
-    ids=str,
+    ids=["scaled", "CPUAdam", "host scaled", "host AdamW", "host parameters", "host in part", "host delta-hpz"],
 )
 def test_scaled_and_with_states_in_host_memory(options: dict[str, Any]) -> None:
-    run_ranks(4, _check_gradients, Muon, 2, options)
+    run_ranks(4, _check_gradients, Muon, 2, options, 5)
 
 
 @pytest.mark.parametrize(("world_size", "per_node"), [(2, 2), (4, 4)])
@@ -234,7 +234,8 @@ def _check_checkpoints(rank: int, folder: str) -> None:
     for before, shared_before, after, shared_after in ((2, 2, 3, 0), (3, 0, 1, 2), (1, 2, 0, 0), (3, 2, 3, 1)):
         model = _model()
         with _sharing(shared_before):
-            optimizer = zero.ZeroOptimizer(model, _optimizers(model), topology=topology(2), stage=before)
+            place = CPU if before == 3 else {}
+            optimizer = zero.ZeroOptimizer(model, _optimizers(model), topology=topology(2), stage=before, **place)
         for step in range(2):
             _step(model, optimizer, step, rank)
         expected = _everything(model)
