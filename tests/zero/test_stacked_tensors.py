@@ -399,6 +399,8 @@ def test_stacks_that_are_not_declared() -> None:
         optimizers = [cls([own["qkv"]]), AdamW([own["bias"]])]
         with pytest.raises(ConfigError, match=r"must be declared.*'qkv' of shape \(96, 32\)"):
             zero.ZeroOptimizer(own, optimizers, stage=1)
+        with pytest.raises(ConfigError, match=r"must be declared.*'qkv' of shape \(96, 32\)"):
+            zero.ZeroOptimizer(nn.ParameterDict({"qkv": model.qkv}), cls, stage=1)
         own["qkv"].stacked_parts = 1
         zero.ZeroOptimizer(own, optimizers, stage=1).close()
         del own["qkv"].stacked_parts

@@ -222,16 +222,17 @@ def _check_is_declared(name: str, param: nn.Parameter) -> None:
         )
 
 
-def check_matrices(optimizer: Optimizer, model: nn.Module) -> None:
-    """Raise ConfigError if a Muon has other than matrices and declared stacks of them.
+def check_matrices(optimizer: Optimizer | type[Optimizer], model: nn.Module) -> None:
+    """Raise ConfigError if a Muon has other than matrices and declared stacks of them; a class has all parameters.
 
     torch's looks at shapes in its constructor alone: groups that are added later may have any. Of one that a
     configuration has made, names that say that a matrix is fused are not refused.
     """
-    if type(optimizer) not in (Muon, Muon.__base__):
+    if (optimizer if isinstance(optimizer, type) else type(optimizer)) not in (Muon, Muon.__base__):
         return
     names = {param: name for name, param in model.named_parameters()}
-    for param in (param for group in optimizer.param_groups for param in group["params"] if param.requires_grad):
+    groups = [{"params": list(names)}] if isinstance(optimizer, type) else optimizer.param_groups
+    for param in (param for group in groups for param in group["params"] if param.requires_grad):
         if any(len(shape) != 2 for shape in parts_of(param, names[param])):
             raise ConfigError(
                 f"Muon updates matrices: got {names[param]!r} of shape {tuple(param.shape)}; give it to another "

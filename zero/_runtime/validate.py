@@ -113,6 +113,7 @@ def _understand(
         is_whole = _updates_tensors(optimizer, trial, own_options, device, model)
         if is_whole:
             _check_takes(optimizer, own_options, model)
+            check_matrices(optimizer, model)
         return replace(plan, whole_groups=(is_whole,))
     of_groups: list[bool] = []
     for one in optimizers_of(optimizer):
