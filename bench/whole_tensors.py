@@ -4,7 +4,8 @@
     python bench/whole_tensors.py --only balance     placement alone, without ranks; or batches
 
 balance     the fullest node, and the fullest rank, over the mean; ``bound``: max(1.1 x the mean, the largest tensor)
-bytes       sent between nodes in a step by all ranks together, Muon + AdamW over AdamW alone, counted
+bytes       sent between nodes in a step by all ranks together, Muon + AdamW over AdamW alone, counted; ``momentum
+            gathered``: what it would be if equal shards stayed and every rank gathered the momentum in bfloat16
 batches     a step of zero.Muon, which updates small matrices of one shape together, beside torch.optim.Muon's
 update      CPU seconds of the ranks' updates together, over those of one process that updates every tensor
 """
@@ -118,6 +119,11 @@ def bytes_between_nodes(arguments: argparse.Namespace, topology: Topology) -> No
         sent = [_sent(arguments, topology, build, options) for build in (_adamw, _muon)]
         if topology.rank == 0:
             print(f"{name:<22}{sent[0]:>12,.0f}{sent[1]:>12,.0f}{sent[1] / sent[0]:>8.4f}", flush=True)
+        if name == "stage 3":
+            gathered = sent[0] + _sent_by_a_gather(arguments, topology)
+            if topology.rank == 0:
+                title = "  momentum gathered"
+                print(f"{title:<22}{sent[0]:>12,.0f}{gathered:>12,.0f}{gathered / sent[0]:>8.4f}", flush=True)
 
 
 def _sent(
@@ -137,6 +143,17 @@ def _sent(
             for replica in optimizer.parts.runtime.gatherer.replicas.values():
                 replica.wait()
     optimizer.close()
+    own = torch.tensor([float(counts.bytes(link="inter"))], dtype=torch.float64)
+    return float(control.gather_float64(own, topology).sum())
+
+
+def _sent_by_a_gather(arguments: argparse.Namespace, topology: Topology) -> float:
+    """Bytes between nodes of gathering the momentum of every matrix in bfloat16 on every rank."""
+    (muon, *_) = _muon(_model(arguments))
+    numel = sum(param.numel() for group in muon.param_groups for param in group["params"])
+    full = torch.zeros(topology.world_size, -(-numel // topology.world_size), dtype=torch.bfloat16)
+    with zcomm.traffic() as counts:
+        zcomm.all_gather_single(full, full[0].clone(), topology)
     own = torch.tensor([float(counts.bytes(link="inter"))], dtype=torch.float64)
     return float(control.gather_float64(own, topology).sum())
 

@@ -22,6 +22,8 @@ def optimizers(
     """``muon`` over the matrices in the blocks of ``model``, and AdamW over everything else."""
     named = list(model.named_parameters())
     matrices = [p for name, p in named if name.startswith("blocks.") and p.ndim == 2]
+    for param in matrices:
+        param.stacked_parts = 1  # type: ignore[attr-defined]  # fused projections are one matrix, as elsewhere
     chosen = set(matrices)
     others = [p for _, p in named if p not in chosen]
     return [

@@ -15,6 +15,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Muon, Optimizer
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import zcomm
 import zero
@@ -29,6 +31,9 @@ from zero._sharding import placement
 from zero._step import joint_update
 
 WIDTH, STEPS = 64, 4
+CPU: dict[str, Any] = {"offload_optimizer": {"device": "cpu"}}
+SCALED: dict[str, Any] = {"fp16": {"enabled": True, "initial_scale_power": 10, "loss_scale_window": 1000}}
+"""By a power of two, so unscaling is exact."""
 
 
 def _model() -> nn.Sequential:
@@ -38,11 +43,13 @@ def _model() -> nn.Sequential:
     return nn.Sequential(*layers, nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH, bias=False))
 
 
-def _optimizers(model: nn.Module, cls: type[Optimizer] = Muon) -> list[Optimizer]:
+def _optimizers(
+    model: nn.Module, cls: type[Optimizer] = Muon, adam: type[Optimizer] = AdamW, **options: Any
+) -> list[Optimizer]:
     params = list(model.parameters())
     return [
-        cls([p for p in params if p.ndim == 2], lr=0.02, weight_decay=0.1),
-        AdamW([p for p in params if p.ndim != 2], lr=1e-3),
+        cls([p for p in params if p.ndim == 2], lr=0.02, weight_decay=0.1, **options),
+        adam([p for p in params if p.ndim != 2], lr=1e-3, weight_decay=0.01),
     ]
 
 
@@ -64,7 +71,7 @@ def _sharing(num: int) -> Any:
 
 def _loss(model: nn.Module, step: int, rank: int) -> Tensor:
     x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
-    return model(x).square().mean()
+    return model(x.to(next(model.parameters()).dtype)).float().square().mean()
 
 
 def _step(model: nn.Module, optimizer: Any, step: int, rank: int) -> None:
@@ -77,25 +84,31 @@ def _num_joint(optimizer: zero.ZeroOptimizer) -> int:
     return sum(len(bucket.layout.joint_slots) for bucket in optimizer.parts.runtime.buckets)
 
 
-def _check_gradients(rank: int, cls: type[Optimizer], per_node: int, options: dict[str, Any]) -> None:
+def _check_gradients(rank: int, cls: type[Optimizer], per_node: int, options: dict[str, Any], steps: int = 20) -> None:
     """Fed the gradients that the ranks reduced, one process gives the same parameters, to 1e-6."""
-    plain, model = _model(), _model()
-    optimizers = _optimizers(plain, cls)
+    plain, model = _model().half().float() if "fp16" in options else _model(), _model()
+    options = dict(options)
+    of_muon, adam = options.pop("muon", {}), options.pop("adam", AdamW)
+    optimizers = _optimizers(plain, cls, **of_muon)
     with _sharing(2):
-        optimizer = zero.ZeroOptimizer(model, _optimizers(model, cls), topology=topology(per_node), **options)
+        given = _optimizers(model, cls, adam, **of_muon)
+        optimizer = zero.ZeroOptimizer(model, given, topology=topology(per_node), **options)
     assert _num_joint(optimizer) > 0
     assert "are updated by the ranks of a node together, each of which sends" in str(optimizer.effective)
-    for step in range(20):
-        _loss(model, step, rank).backward()
+    for step in range(steps):
+        optimizer.scale(_loss(model, step, rank)).backward()
         for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-            theirs.grad = zero.utils.safe_get_full_grad(ours)
+            theirs.grad = zero.utils.safe_get_full_grad(ours) / (2**10 if "fp16" in options else 1)
         optimizer.step()
         optimizer.zero_grad()
         for one in optimizers:
             one.step()
-        got = as_vector(full_values(model).values())
-        off = (got - as_vector(plain.parameters())).abs().max().item()
-        assert off < 1e-6, (step, off)
+        masters = [zero.utils.safe_get_full_fp32_param(param) for param in model.parameters()]
+        got, values = as_vector(masters), full_values(model).values()
+        rounded = as_vector([one.to(value.dtype) for one, value in zip(masters, values, strict=True)])
+        assert (as_vector(values) - rounded).abs().max() < 1e-6, f"step {step}: parameters are not the rounded masters"
+        for master, param in zip(masters, plain.parameters(), strict=True):
+            assert (master - param).abs().max() < 1e-6, (step, param.shape)
         of_ranks = zcomm.control.gather_float64(got, optimizer.topology)
         assert (of_ranks == of_ranks[0]).all(), f"step {step}: ranks differ"
     momentum = zero.utils.safe_get_full_optimizer_state(model[4].weight, "momentum_buffer")
@@ -115,6 +128,23 @@ def _check_gradients(rank: int, cls: type[Optimizer], per_node: int, options: di
 )
 def test_on_the_gradients_of_the_ranks(cls: type[Optimizer], options: dict[str, Any]) -> None:
     run_ranks(4, _check_gradients, cls, 2, options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"stage": 2, "muon": {"nesterov": False}, **SCALED},
+        {"stage": 2, "adam": zero.CPUAdam, **SCALED},  # zero's own beside it: unscaling is a factor of the update
+        {"stage": 1, **CPU, **SCALED},
+        {"stage": 2, **CPU, "zero_force_ds_cpu_optimizer": False},
+        {"stage": 3, **CPU, "offload_param": {"device": "cpu"}, "stage3_param_persistence_threshold": 0},
+        {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.4}},
+        {"stage": 3, "mode": "delta_hpz", **EXACT, **CPU},
+    ],
+    ids=["scaled", "CPUAdam", "host scaled", "host AdamW", "host parameters", "host in part", "host delta-hpz"],
+)
+def test_scaled_and_with_states_in_host_memory(options: dict[str, Any]) -> None:
+    run_ranks(4, _check_gradients, Muon, 2, options, 5)
 
 
 @pytest.mark.parametrize(("world_size", "per_node"), [(2, 2), (4, 4)])
@@ -144,10 +174,11 @@ def test_16_bit_parameters(stage: int) -> None:
     run_ranks(4, _check_narrow, stage)
 
 
-def _check_where(rank: int) -> None:
-    """Not where states are offloaded, an optimizer is another one, a node has one rank, or there is no need."""
+def _check_where(rank: int, folder: str) -> None:
+    """Not with states in files or delayed updates, another optimizer, one rank in a node, or no need."""
     for options, cls, per_node in (
-        ({"offload_optimizer": {"device": "cpu"}}, Muon, 2),
+        ({"offload_optimizer": {"device": "nvme", "nvme_path": folder}}, Muon, 2),
+        ({**CPU, "delayed_update": True, "delay_start": 0}, Muon, 2),
         ({}, type("Other", (Muon,), {"zero_updates": "tensors"}), 2),
         ({}, Muon, 1),
     ):
@@ -165,8 +196,8 @@ def _check_where(rank: int) -> None:
     optimizer.close()
 
 
-def test_where_matrices_are_updated_together() -> None:
-    run_ranks(4, _check_where)
+def test_where_matrices_are_updated_together(tmp_path: Path) -> None:
+    run_ranks(4, _check_where, str(tmp_path))
 
 
 def _check_bytes(rank: int) -> None:
@@ -203,7 +234,8 @@ def _check_checkpoints(rank: int, folder: str) -> None:
     for before, shared_before, after, shared_after in ((2, 2, 3, 0), (3, 0, 1, 2), (1, 2, 0, 0), (3, 2, 3, 1)):
         model = _model()
         with _sharing(shared_before):
-            optimizer = zero.ZeroOptimizer(model, _optimizers(model), topology=topology(2), stage=before)
+            place = CPU if before == 3 else {}
+            optimizer = zero.ZeroOptimizer(model, _optimizers(model), topology=topology(2), stage=before, **place)
         for step in range(2):
             _step(model, optimizer, step, rank)
         expected = _everything(model)
@@ -254,23 +286,63 @@ def test_unused() -> None:
     run_ranks(4, _check_unused)
 
 
-def _check_error(rank: int) -> None:
-    """No memory on one rank: an error on all, and no rank waits; the optimizer refuses further steps."""
-    model = _model()
-    with _sharing(2):
-        optimizer = zero.ZeroOptimizer(model, _optimizers(model), topology=topology(2), stage=2)
-    _step(model, optimizer, 0, rank)
-    fails = mock.patch.object(joint_update, "numbers_of_groups", side_effect=MemoryError("no memory"))
-    _loss(model, 1, rank).backward()
-    with fails if rank == 1 else nullcontext(), pytest.raises((MemoryError, StateError), match="no memory"):
-        optimizer.step()
-    with pytest.raises(StateError, match="an earlier step failed"):
-        optimizer.step()
-    optimizer.close()
+class _NoMemoryAt(TorchDispatchMode):
+    """The allocation of this number fails, of those of 1,000 bytes or more; torch's own, on this thread."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.left = number
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.left < 0:  # it has failed
+            return func(*args, **(kwargs or {}))
+        given = {t.untyped_storage().data_ptr() for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        result = func(*args, **(kwargs or {}))
+        for made in pytree.tree_leaves(result):
+            if isinstance(made, Tensor) and made.untyped_storage().nbytes() >= 1000:
+                self.left -= made.untyped_storage().data_ptr() not in given
+        if self.left < 0:
+            raise MemoryError("no memory")
+        return result
 
 
-def test_an_error_on_one_rank_is_raised_on_all() -> None:
-    run_ranks(4, _check_error)
+def _check_error(rank: int, options: dict[str, Any]) -> None:
+    """Whichever allocation fails on one rank: its error on all, and no rank waits; no further steps."""
+    run = joint_update.JointUpdate.run
+    for number in range(50):
+        model = _model()
+        with _sharing(2):
+            optimizer = zero.ZeroOptimizer(model, _optimizers(model), topology=topology(2), stage=2, **options)
+        _loss(model, 0, rank).backward()
+        fails = _NoMemoryAt(number)
+
+        def run_and_fail(self: joint_update.JointUpdate, factor: float, fails: _NoMemoryAt = fails) -> None:
+            with fails if rank == 1 else nullcontext():
+                run(self, factor)
+
+        error: Exception | None = None
+        with mock.patch.object(joint_update.JointUpdate, "run", run_and_fail):
+            try:
+                optimizer.step()
+            except (MemoryError, StateError) as failure:
+                error = failure
+        has_failed = zcomm.control.gather_float64(torch.tensor([float(fails.left < 0)]), optimizer.topology)[1]
+        assert (error is None) is not bool(has_failed), (number, error)
+        if error is None:
+            optimizer.close()
+            assert number > 6
+            return
+        assert "no memory" in str(error), (number, error)
+        assert rank == 1 or "rank 1" in str(error), (number, error)
+        with pytest.raises(StateError, match=r"an earlier step failed"):
+            optimizer.step()
+        optimizer.close()
+    raise AssertionError("every number has failed")
+
+
+@pytest.mark.parametrize("options", [{}, CPU], ids=["device", "host"])
+def test_an_error_on_one_rank_is_raised_on_all(options: dict[str, Any]) -> None:
+    run_ranks(4, _check_error, options)
 
 
 def test_every_node_shares_alike() -> None:

@@ -394,6 +394,16 @@ def test_stacks_that_are_not_declared() -> None:
         zero.Muon([{"params": [model.head.bias]}])
     with pytest.raises(ConfigError, match=r"Muon refuses parameter 'experts' of shape"):
         zero.ZeroOptimizer(nn.ParameterDict({"experts": model.experts}), zero.Muon, lr=0.1)
+    for cls in (torch.optim.Muon, zero.Muon):  # given by hand
+        own = nn.ParameterDict({"qkv": model.qkv, "bias": model.head.bias})
+        optimizers = [cls([own["qkv"]]), AdamW([own["bias"]])]
+        with pytest.raises(ConfigError, match=r"must be declared.*'qkv' of shape \(96, 32\)"):
+            zero.ZeroOptimizer(own, optimizers, stage=1)
+        with pytest.raises(ConfigError, match=r"must be declared.*'qkv' of shape \(96, 32\)"):
+            zero.ZeroOptimizer(nn.ParameterDict({"qkv": model.qkv}), cls, stage=1)
+        own["qkv"].stacked_parts = 1
+        zero.ZeroOptimizer(own, optimizers, stage=1).close()
+        del own["qkv"].stacked_parts
     roles = zero.split_for_muon(model, {"qkv": 1}).roles
     assert roles["qkv"] == roles["plain.weight"] == "hidden matrix"
     assert roles["experts"] == "3 dimensions"

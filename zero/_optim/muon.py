@@ -84,7 +84,7 @@ class Muon(getattr(torch.optim, "Muon", Optimizer)):  # type: ignore[misc]
             params, grads, momenta = list[Tensor](), list[Tensor](), list[Tensor]()
             self._init_group(group, params, grads, momenta)
             for batch in _batches(params):
-                updates = [momentum_of(grads[i], momenta[i], group) for i in batch]
+                updates = [momentum_of(grads[i], momenta[i], group).bfloat16() for i in batch]
                 is_single = len(batch) == 1
                 changes = _orthogonal(updates[0] if is_single else torch.stack(updates), group)
                 rate = float(group["lr"])
@@ -122,22 +122,23 @@ def _batches(matrices: Sequence[Tensor]) -> list[list[int]]:
     return found
 
 
-def momentum_of(grad: Tensor, buffer: Tensor, group: Mapping[str, Any]) -> Tensor:
-    """What is orthogonalized, in bfloat16; ``buffer`` is updated."""
+def momentum_of(grad: Tensor, buffer: Tensor, group: Mapping[str, Any], *, out: Tensor | None = None) -> Tensor:
+    """What is orthogonalized, in the dtype of ``grad``; ``buffer`` is updated. ``out``: memory for it."""
     buffer.lerp_(grad, 1 - group["momentum"])
-    return (grad.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer).bfloat16()
+    return torch.lerp(grad, buffer, group["momentum"], out=out) if group["nesterov"] else buffer
 
 
-def normalized(x: Tensor, group: Mapping[str, Any]) -> Tensor:
-    """``x`` [m, n] or [k, m, n] over the norm of each matrix."""
-    norms: Tensor = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
-    return x / norms.clamp(min=group["eps"])
+def norm_of(x: Tensor, group: Mapping[str, Any]) -> Tensor:
+    """The norm of ``x`` [m, n], or of each matrix of [k, m, n], which it is divided by."""
+    norm: Tensor = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
+    return norm.clamp_(min=group["eps"])
 
 
 def _orthogonal(update: Tensor, group: Mapping[str, Any]) -> Tensor:
     """Newton and Schulz's iteration of a matrix, or of each of a stack [k, m, n]."""
     (a, b, c), is_tall = group["ns_coefficients"], update.shape[-2] > update.shape[-1]
-    x = normalized(update.mT if is_tall else update, group)
+    x = update.mT if is_tall else update
+    x = x / norm_of(x, group)
     add = torch.addmm if x.ndim == 2 else torch.baddbmm
     for _ in range(group["ns_steps"]):
         gram = x @ x.mT
@@ -205,14 +206,40 @@ def split_for_muon(model: nn.Module, fused: Mapping[str, int | Sequence[int]] | 
     _declare(model, fused or {})
     found = split_by_role(model)
     for name, param in model.named_parameters():
-        is_open = not hasattr(param, "stacked_parts") and getattr(param, "use_muon", None) is None
-        if is_open and found.roles.get(name) == MATRIX and (word := _fused_word(name)):
-            raise ConfigError(
-                f"a fused matrix must be declared, so that its parts are updated by themselves: {name!r} of shape "
-                f"{tuple(param.shape)} is called {word!r}; split_for_muon(model, fused={{{_last(name)!r}: 3}}) says "
-                "that it is three matrices, one below the other, and 1 that it is one"
-            )
+        if found.roles.get(name) == MATRIX:
+            _check_is_declared(name, param)
     return found
+
+
+def _check_is_declared(name: str, param: nn.Parameter) -> None:
+    """Raise ConfigError if ``name`` says that ``param`` is several matrices, and nothing else says what it is."""
+    is_open = not hasattr(param, "stacked_parts") and getattr(param, "use_muon", None) is None
+    if is_open and (word := _fused_word(name)):
+        raise ConfigError(
+            f"a fused matrix must be declared, so that its parts are updated by themselves: {name!r} of shape "
+            f"{tuple(param.shape)} is called {word!r}; split_for_muon(model, fused={{{_last(name)!r}: 3}}) says "
+            "that it is three matrices, one below the other, and 1 that it is one"
+        )
+
+
+def check_matrices(optimizer: Optimizer | type[Optimizer], model: nn.Module) -> None:
+    """Raise ConfigError if a Muon has other than matrices and declared stacks of them; a class has all parameters.
+
+    torch's looks at shapes in its constructor alone: groups that are added later may have any. Of one that a
+    configuration has made, names that say that a matrix is fused are not refused.
+    """
+    if (optimizer if isinstance(optimizer, type) else type(optimizer)) not in (Muon, Muon.__base__):
+        return
+    names = {param: name for name, param in model.named_parameters()}
+    groups = [{"params": list(names)}] if isinstance(optimizer, type) else optimizer.param_groups
+    for param in (param for group in groups for param in group["params"] if param.requires_grad):
+        if any(len(shape) != 2 for shape in parts_of(param, names[param])):
+            raise ConfigError(
+                f"Muon updates matrices: got {names[param]!r} of shape {tuple(param.shape)}; give it to another "
+                "optimizer, or set stacked_parts if it is a stack of matrices"
+            )
+        if not getattr(optimizer, "is_configured", False):
+            _check_is_declared(names[param], param)
 
 
 def _declare(model: nn.Module, fused: Mapping[str, int | Sequence[int]]) -> None:
@@ -306,6 +333,8 @@ def build_muon(params: Mapping[str, Any], parameters: Any, matrices: Iterable[nn
             if own:
                 halves[kind].append({**options, "params": own})
     made = [make(halves[kind]) for kind, make in (("muon", Muon), ("adam", AdamW)) if halves[kind]]
+    for one in made:
+        one.is_configured = True  # type: ignore[union-attr]  # read by check_matrices
     optimizer: Optimizer = as_one(made)
     return optimizer
 

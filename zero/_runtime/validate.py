@@ -30,7 +30,7 @@ from zero._model.model_layout import check_model, plan_model
 from zero._optim.cpu_optimizer_base import CPUOptimizer
 from zero._optim.elementwise_check import check_states, updates_tensors
 from zero._optim.masters import GivenOptimizer, Groups, as_groups, build_inner, check_options
-from zero._optim.muon import is_divisible
+from zero._optim.muon import check_matrices, is_divisible
 from zero._optim.optimizer_clone import check_is_new
 from zero._optim.several import as_one, optimizers_of
 from zero._ranks.rank_errors import on_every_rank
@@ -100,6 +100,7 @@ def _understand(
         parts_of(param, name)
     for one in optimizers_of(optimizer) if isinstance(optimizer, Optimizer) else ():
         check_is_new(one)
+        check_matrices(one, model)
     device = check_model(model)
     check_backend("training", topology, plan.settings.backend, plan.settings.kernels, device)
     check_options(optimizer, plan.optimizer_options)
@@ -112,6 +113,7 @@ def _understand(
         is_whole = _updates_tensors(optimizer, trial, own_options, device, model)
         if is_whole:
             _check_takes(optimizer, own_options, model)
+            check_matrices(optimizer, model)
         return replace(plan, whole_groups=(is_whole,))
     of_groups: list[bool] = []
     for one in optimizers_of(optimizer):
@@ -170,9 +172,9 @@ def whole_parameters(groups: Groups, plan: ResolvedConfig, optimizer: GivenOptim
     owners: list[GivenOptimizer] = [optimizer]
     if isinstance(optimizer, Optimizer):
         owners = [one for one in optimizers_of(optimizer) for _ in one.param_groups]
-    on_device = plan.settings.tiers.states.tier is Tier.DEVICE
+    is_allowed = plan.settings.tiers.states.allows_joint_updates
     return {
-        param: on_device and is_divisible(owner, param)
+        param: is_allowed and is_divisible(owner, param)
         for owner, group, is_whole in zip(owners, groups, plan.whole_groups, strict=True)
         if is_whole
         for param in group["params"]

@@ -135,7 +135,7 @@ class Update:
         if self._files.is_used:
             self._update_files()
         with self._final():
-            self._joint.run()
+            self._joint.run(self._gradients.factor.item() if self.folds else 1.0)
         buckets, sends_early = [b for b in self._runtime.buckets if b.is_trainable], self._bucketwise.are_sent_early
         update = self._update_and_send if sends_early else self._update
         if self._is_on_host:

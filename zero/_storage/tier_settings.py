@@ -46,6 +46,11 @@ class StateTier:
     delay_start: int = 40
     """The first so many updates are not delayed."""
 
+    @property
+    def allows_joint_updates(self) -> bool:
+        """Whether ranks may exchange something during an update: not in a thread of its own, nor between sub-groups."""
+        return self.tier is Tier.DEVICE or (self.tier is Tier.CPU and not self.delays_update)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterTier:

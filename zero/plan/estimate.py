@@ -188,8 +188,8 @@ def _counts_of(model: nn.Module | Counts, plan: ResolvedConfig, nodes: int, rank
     if kind not in NUM_WHOLE_MOMENTS:
         return counts
     trained = [param for param in model.parameters() if param.requires_grad]
-    on_device = plan.settings.tiers.states.tier is Tier.DEVICE
-    whole = {param: on_device and is_divisible(Muon, param) for param in divide_by_role(model).matrices}
+    is_allowed = plan.settings.tiers.states.allows_joint_updates
+    whole = {param: is_allowed and is_divisible(Muon, param) for param in divide_by_role(model).matrices}
     if kind != "muon":
         whole = dict.fromkeys(trained, False)
     shape = TopologyShape(nodes, ranks)
