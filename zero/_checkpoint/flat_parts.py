@@ -6,7 +6,8 @@
     state/NAME/PARAM       optimizer states with one value for each element (moments)
     tensor|int|float/NAME/PARAM     optimizer states with one value for a parameter (step)
     tensor[N,M]/NAME/PARAM          optimizer states of any other shape, of whole tensors (factors of moments)
-    nested/NAME/PARAM/json, tree    those that are lists of tensors and the like, of whole tensors (preconditioners)
+    nested/NAME/PARAM/json, tree    those that are lists of tensors and the like, of whole tensors (preconditioners,
+                                    8-bit moments with their scales)
     tensor[K:N,M], nested[K:]       those of tensor number K of the several that are stacked in the parameter
     buffer/BUFFER          the first rank's persistent buffers
     rank/R/buffer/BUFFER   those of rank R that differ from the first rank's
