@@ -109,6 +109,10 @@ ABSENT = {
     "deepspeed.zero.MiCS_Init()": "use deepspeed.zero.Init, and hpZ",
     "deepspeed.profiling.nonsense": "FlopCounterMode",
     "import deepspeed.launcher.launch": "torchrun -m zero.compat",
+    "import deepspeed.runtime.fp16.onebit.adam": "set zero_quantized_gradients",
+    "from deepspeed.ops.adam import ZenFlowSelectiveAdamW": "zcomm.delayed_update",
+    "deepspeed.FusedAdam": "use deepspeed.ops.adam.FusedAdam",
+    "deepspeed.estimate_zero3_model_states_mem_needs_all_live": "use deepspeed.runtime.zero.stage3.estimate_zero3_",
 }
 
 
