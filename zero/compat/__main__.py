@@ -17,8 +17,8 @@ from zero.compat.door import as_deepspeed
 CUDA_IS_MISSING = ("not compiled with CUDA", "_cuda_", "No CUDA GPUs", "no NVIDIA driver", "CUDA driver")
 """What torch's errors say where there is no GPU."""
 NEEDS_CUDA = (
-    "zero.compat: the script names CUDA, and there is no GPU: use deepspeed.get_accelerator().current_device_name(), or "
-    "run it where there is one"
+    "zero.compat: the script names CUDA, and there is no GPU: use deepspeed.get_accelerator().current_device_name() "
+    "for devices, or run it where there is one"
 )
 
 
