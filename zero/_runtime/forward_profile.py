@@ -6,6 +6,7 @@ of a bias and element-wise functions are not.
 
 from __future__ import annotations
 
+import importlib
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -13,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 
 UNITS = {"T": 1e12, "G": 1e9, "M": 1e6, "K": 1e3, "": 1.0, "m": 1e-3, "u": 1e-6}
 
@@ -75,8 +75,9 @@ class ForwardProfile:
 
     def _enter(self, module: nn.Module, args: Any) -> None:  # noqa: ARG002
         if not self._stack:
-            self._begin_s, self._mode = self._now_s(), FlopCounterMode(display=False)
-            self._mode.__enter__()  # type: ignore[no-untyped-call]
+            counter: Any = importlib.import_module("torch.utils.flop_counter")  # imports triton
+            self._begin_s, self._mode = self._now_s(), counter.FlopCounterMode(display=False)
+            self._mode.__enter__()
         self._stack.append((module, self._mode.get_total_flops()))
 
     def _exit(self, module: nn.Module, args: Any, output: Any) -> None:  # noqa: ARG002
@@ -86,7 +87,7 @@ class ForwardProfile:
         if all(outer is not module for outer, _ in self._stack):  # else it has called itself
             self._flops[module] += self._mode.get_total_flops() - before
         if not self._stack:
-            self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            self._mode.__exit__(None, None, None)
             self.seconds += self._now_s() - self._begin_s
 
     def _now_s(self) -> float:
