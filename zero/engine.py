@@ -98,7 +98,7 @@ class Engine(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward."""
-        with self._reports.around("forward"), self._autocast():
+        with self._reports.around("forward", self.global_steps), self._autocast():
             if self._config.fp16.enabled and self._config.fp16.auto_cast:
                 args, kwargs = tree_map_only(Tensor, lambda t: t.half() if t.is_floating_point() else t, (args, kwargs))
             return self.module(*args, **kwargs)
@@ -149,7 +149,7 @@ class Engine(nn.Module):
         Returns:
             ``loss``, divided by the accumulation steps in the same way.
         """
-        with self._reports.around("backward"):
+        with self._reports.around("backward", self.global_steps):
             if not loss.requires_grad:
                 raise StateError(
                     "the loss must depend on trainable parameters: initialize() without an optimizer freezes them all"
@@ -184,7 +184,7 @@ class Engine(nn.Module):
         self._was_step_applied = False
         if self.is_gradient_accumulation_boundary():
             num_samples = self._num_samples()
-            with self._reports.around("step"):
+            with self._reports.around("step", self.global_steps):
                 self.optimizer.step()
                 self.optimizer.zero_grad()
             self.global_steps += 1

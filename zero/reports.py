@@ -1,4 +1,4 @@
-"""Reports of an engine by one rank: steps_per_print, wall_clock_breakdown, memory_breakdown, comms_logger, monitors."""
+"""Reports of an engine by one rank: lines, times, memory, bytes sent, operations of a forward, monitors."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import zcomm
 from zero._config import Config
 from zero._config.key_support import is_float16
 from zero._ranks.rank_errors import on_every_rank
+from zero._runtime.forward_profile import ForwardProfile
 from zero._runtime.monitors import Event, Monitor
 from zero.optimizer import ZeroOptimizer
 
@@ -34,7 +35,8 @@ class Reports:
 
     Args:
         optimizer: Its exchanges and memory are measured.
-        config: ``steps_per_print``, ``wall_clock_breakdown``, ``memory_breakdown`` and ``comms_logger``.
+        config: ``steps_per_print``, ``wall_clock_breakdown``, ``memory_breakdown``, ``comms_logger``, monitors and
+            ``flops_profiler``.
         device: Where the parameters are.
 
     Raises:
@@ -53,6 +55,9 @@ class Reports:
         self._sent: zcomm.Traffic | None = None
         if config.comms_logger.enabled and self._is_log_rank:
             self._sent = zcomm.traffic().__enter__()
+        self.profile: ForwardProfile | None = None
+        if config.flops_profiler.enabled and self._is_log_rank:
+            self.profile = ForwardProfile(optimizer.parts.runtime.model)
 
     def _open_monitor(self) -> Monitor:
         runtime = self._optimizer.parts.runtime
@@ -66,9 +71,15 @@ class Reports:
             raise
 
     @contextmanager
-    def around(self, phase: str) -> Iterator[None]:
-        """Measure a forward, a backward or a step."""
-        if not self._config.wall_clock_breakdown:
+    def around(self, phase: str, step: int) -> Iterator[None]:
+        """Measure a forward, a backward or a step; ``step``: how many steps there were before."""
+        if self.profile is not None and phase == "forward" and step == self._config.flops_profiler.profile_step:
+            self.profile.start()
+            try:
+                yield
+            finally:
+                self.profile.stop()
+        elif not self._config.wall_clock_breakdown:
             yield
         else:
             self._synchronize()
@@ -98,6 +109,21 @@ class Reports:
             if self._sent is not None and (config.comms_logger.verbose or is_due):
                 self._log_sent(f"in step {step}" if config.comms_logger.verbose else f"in {step} steps")
         self._seconds.clear()
+        if self.profile is not None and step - 1 == config.flops_profiler.profile_step:
+            self._show_profile(self.profile)
+
+    def _show_profile(self, profile: ForwardProfile) -> None:
+        asked = self._config.flops_profiler
+        text = profile.text(asked.profile_step, asked.module_depth, asked.top_modules, detailed=asked.detailed)
+        if asked.output_file is None:
+            logger.info("%s", text)
+            return
+        path = Path(asked.output_file)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        except OSError as error:  # on this rank alone: the others train on
+            logger.warning("flops_profiler.output_file=%r cannot be written: %s", asked.output_file, error)
 
     def close(self) -> None:
         """Log what has been sent since the start, or since the last step if every step is logged; close monitors."""

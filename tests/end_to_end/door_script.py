@@ -13,6 +13,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from deepspeed.ops.lamb import FusedLamb
 from deepspeed.ops.lion import DeepSpeedCPULion
 from deepspeed.ops.op_builder import AsyncIOBuilder
 from deepspeed.pipe import PipelineModule
@@ -121,7 +122,7 @@ engine.save_checkpoint(args.folder)
 assert torch.equal(get_fp32_state_dict_from_zero_checkpoint(args.folder)["0.weight"], full)
 engine.destroy()
 
-for build in (DeepSpeedCPUAdam, FusedAdam, DeepSpeedCPULion):
+for build in (DeepSpeedCPUAdam, FusedAdam, FusedLamb, DeepSpeedCPULion):
     param = nn.Parameter(torch.ones(4))
     updated = build([param], 0.5)
     param.grad = torch.ones(4)

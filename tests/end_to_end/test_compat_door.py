@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).parent / "door_script.py"
@@ -109,6 +110,10 @@ ABSENT = {
     "deepspeed.zero.MiCS_Init()": "use deepspeed.zero.Init, and hpZ",
     "deepspeed.profiling.nonsense": "FlopCounterMode",
     "import deepspeed.launcher.launch": "torchrun -m zero.compat",
+    "import deepspeed.runtime.fp16.onebit.adam": "set zero_quantized_gradients",
+    "from deepspeed.ops.adam import ZenFlowSelectiveAdamW": "zcomm.delayed_update",
+    "deepspeed.FusedAdam": "use deepspeed.ops.adam.FusedAdam",
+    "deepspeed.estimate_zero3_model_states_mem_needs_all_live": "use deepspeed.runtime.zero.stage3.estimate_zero3_",
 }
 
 
@@ -238,6 +243,24 @@ def test_processes_that_a_script_spawns_have_the_names_too(tmp_path: Path) -> No
 
 def test_zcomm_env_says_whose_names_they_are() -> None:
     assert "0.19.8+zcomm.zero" in _run("-m", "zero.compat", "-m", "zcomm", "env")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize(
+    ("line", "remedy"),
+    [
+        ("torch.cuda.set_device(0)", "use deepspeed.get_accelerator().current_device_name()"),
+        ("torch.nn.Linear(2, 2).cuda()", "use deepspeed.get_accelerator().current_device_name()"),
+        ("deepspeed.init_distributed('nccl')", "leave it out, or give 'gloo'"),
+    ],
+)
+def test_a_script_that_needs_cuda_says_what_to_use(line: str, remedy: str, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(f"import deepspeed, torch\n{line}\n")
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "zero.compat", str(tmp_path / "script.py")]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=250, check=False)
+    assert done.returncode == 1
+    assert remedy in done.stderr.strip().splitlines()[-1]
 
 
 def test_nothing_to_run_is_a_usage_error() -> None:

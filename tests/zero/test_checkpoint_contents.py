@@ -316,6 +316,7 @@ class Counting(Momentum):
                     state = self.state[param]
                     steps = state.get("steps", 0) + 1
                     numbers = {"steps": steps, "decay": 0.5**steps, "seen": torch.tensor(3.0 * steps)}
+                    numbers |= {"row": torch.tensor([2.0 * steps]), "cell": torch.tensor([[steps]])}
                     state.update(numbers, momentum=param.grad.clone())
                     param.sub_(param.grad, alpha=group["lr"] * state["decay"])
 
@@ -332,6 +333,8 @@ def _check_numbers(rank: int, folder: str, saves: bool) -> None:  # noqa: FBT001
             assert (type(state["steps"]), state["steps"]) == (int, 2)
             assert (type(state["decay"]), state["decay"]) == (float, 0.25)
             assert torch.equal(state["seen"], torch.tensor(6.0))
+            assert torch.equal(state["row"], torch.tensor([4.0])), "with its dimension"
+            assert torch.equal(state["cell"], torch.tensor([[2]]))
             assert state["momentum"].numel() > 1
         assert optimizer.state
 

@@ -328,6 +328,26 @@ def test_what_a_configuration_builds_is_of_deepspeeds_class() -> None:
     assert not isinstance(zero.CPUAdam(params), own)
 
 
+def test_lamb_takes_deepspeeds_arguments() -> None:
+    values = []
+    for build in (
+        lambda params: optimizers.FusedLamb(params, 0.1, False, (0.8, 0.9), 1e-6, False, 0.1, 0.0, 5.0, 0.02),
+        lambda params: zero.Lamb(
+            params, 0.1, (0.8, 0.9), 1e-6, 0.1, bias_correction=False, max_coeff=5.0, min_coeff=0.02
+        ),
+    ):
+        param = nn.Parameter(torch.arange(1.0, 5.0))
+        optimizer = build([param])
+        for step in range(3):
+            param.grad = torch.sin(torch.arange(4.0) + step)
+            optimizer.step()
+        values.append(param.detach())
+    assert torch.equal(*values)
+    assert not torch.equal(values[0], torch.arange(1.0, 5.0))
+    with pytest.raises(ConfigError, match="clip by gradient_clipping"):
+        optimizers.FusedLamb([param], max_grad_norm=1.0)
+
+
 def _check_monitor(rank: int, folder: Path) -> None:
     built = _engine(2, csv_monitor={"enabled": True, "output_path": str(folder), "job_name": "job"})
     monitor = built.monitor
@@ -462,7 +482,7 @@ def test_single_sections_are_read_by_their_keys() -> None:
 
 def test_operators_are_named_and_none_is_built() -> None:
     assert op_builders.__compatible_ops__[op_builders.CPUAdamBuilder.NAME]
-    assert not op_builders.FusedLambBuilder().is_compatible()
+    assert not op_builders.QuantizerBuilder().is_compatible()
     with pytest.raises(zero.NotAvailableError, match="nothing has to be built"):
         op_builders.CPUAdamBuilder().load()
 

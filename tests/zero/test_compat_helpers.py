@@ -129,7 +129,7 @@ def test_monitors_of_single_sections_write_on_the_first_rank(tmp_path: Path) -> 
 
 def test_builders_say_what_there_is_and_build_nothing() -> None:
     assert op_builders.CPUAdamBuilder().is_compatible()
-    assert not op_builders.FusedLambBuilder().is_compatible()
+    assert not op_builders.QuantizerBuilder().is_compatible()
     assert op_builders.ALL_OPS["cpu_adam"] is op_builders.CPUAdamBuilder
     assert op_builders.__compatible_ops__["async_io"]
     with pytest.raises(NotAvailableError, match=r"CPUAdamBuilder.load.*: nothing has to be built here"):

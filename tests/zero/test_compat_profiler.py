@@ -1,6 +1,6 @@
 """DeepSpeed's profiler of operations, counted by hand, and the base class of its configurations."""
 
-# covers zero/compat/flops_profiler.py zero/compat/config_model.py
+# covers zero/compat/flops_profiler.py zero/compat/config_model.py zero/_runtime/forward_profile.py zero/reports.py
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+import zero
 from tests.ranks import run_ranks
 from tests.zero.training import zero_optimizer
 from zcomm import ConfigError, StateError
 from zero.compat import config_model
+from zero.compat import engine as compat_engine
 from zero.compat.flops_profiler import FlopsProfiler, get_model_profile, macs_to_string, number_to_string
 
 MACS = {"0": 5 * 8 * 16, "2": 5 * 16 * 4}
@@ -69,10 +72,13 @@ def test_what_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert found == ("1.92 K", "960 MACs", "212 ")
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("Flops profiler, step 1: 212  parameters, forward: 960 MACs, 1.92 KFLOPs, ")
-    assert lines[2] == "  0 (Linear): 144 , 640 MACs, 66.67%"
-    assert len(lines) == 5
+    assert lines[1:3] == ["depth 0, top 1: Sequential 960 MACs", "depth 1, top 1: Linear 960 MACs"]
+    assert lines[4] == "  0 (Linear): 144 , 640 MACs, 66.67%"
+    assert len(lines) == 7
     get_model_profile(_model(), (5, 8), module_depth=0, output_file=str(tmp_path / "a" / "b"))
-    assert len((tmp_path / "a" / "b").read_text().splitlines()) == 2
+    assert len((tmp_path / "a" / "b").read_text().splitlines()) == 3
+    get_model_profile(_model(), (5, 8), top_modules=2, detailed=False)
+    assert capsys.readouterr().out.splitlines()[2:] == ["depth 1, top 2: Linear 960 MACs, ReLU 0 MACs"]
     assert [number_to_string(number) for number in (0, 2e9, 0.0025)] == ["0 ", "2 G", "2.5 m"]
     assert macs_to_string(3e12) == "3 TMACs"
 
@@ -97,6 +103,40 @@ def _check_stage_3(rank: int) -> None:
 
 def test_a_sharded_model_is_counted_as_a_full_one() -> None:
     run_ranks(2, _check_stage_3)
+
+
+def _check_section(rank: int, door: str, path: str) -> None:
+    through_door = door == "door"
+    initialize = compat_engine.initialize if through_door else zero.initialize
+    section = {"enabled": True, "profile_step": 1, "module_depth": 0, "detailed": False, "output_file": path}
+    config = {
+        "train_micro_batch_size_per_gpu": 5, "gradient_accumulation_steps": 2, "zero_optimization": {"stage": 3},
+        "optimizer": {"type": "AdamW"}, "flops_profiler": section,
+    }  # fmt: skip
+    engine = initialize(model=_model(), config=config)[0]
+    file = Path(path)
+    for micro in range(6):  # three steps
+        assert file.exists() == (micro >= 4 and not through_door), micro
+        engine.backward(engine(torch.ones(5, 8)).sum())
+        engine.step()
+        dist.barrier()
+        if through_door and rank == 0:
+            assert engine.flops_profiler.macs == (960 if micro >= 2 else 0)
+            assert engine.flops_profiler.params == 212
+    engine.destroy()
+
+
+@pytest.mark.parametrize("door", ["door", "native"])
+def test_the_section_writes_the_last_forward_of_a_step(door: str, tmp_path: Path) -> None:
+    """A path that cannot be written is a warning: other ranks train on."""
+    path = tmp_path / "made" / "profile"
+    if door == "door":
+        (tmp_path / "made").write_text("no folder")
+    run_ranks(2, _check_section, door, str(path))
+    if door == "native":
+        first, second = path.read_text().splitlines()
+        assert first.startswith("Flops profiler, step 1: 212  parameters, forward: 960 MACs, ")
+        assert second == "depth 0, top 1: Sequential 960 MACs"
 
 
 def test_configurations_derive_from_the_base_class() -> None:

@@ -261,7 +261,7 @@ def _described(parts: OptimizerParts) -> dict[str, dict[str, tuple[str, Any]]]:
     for piece in parts.pieces:
         states: dict[str, tuple[str, Any]] = {}
         for state, value in parts.inner.state.get(piece.master, {}).items():
-            if isinstance(value, Tensor):
+            if isinstance(value, Tensor) and not is_nested(value):
                 is_full = is_elementwise(piece.master, value)
                 if not is_full and value.numel() != 1:
                     raise StateError(

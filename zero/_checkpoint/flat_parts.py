@@ -5,8 +5,10 @@
     replica/PARAM, ...     see below
     state/NAME/PARAM       optimizer states with one value for each element (moments)
     tensor|int|float/NAME/PARAM     optimizer states with one value for a parameter (step)
-    tensor[N,M]/NAME/PARAM          optimizer states of any other shape, of whole tensors (factors of moments)
-    nested/NAME/PARAM/json, tree    those that are lists of tensors and the like, of whole tensors (preconditioners)
+    tensor[N,M]/NAME/PARAM          optimizer states of any other shape, of whole tensors (factors of moments); [1]: one
+                                    value, of any parameter
+    nested/NAME/PARAM/json, tree    those that are lists of tensors and the like, of whole tensors (preconditioners,
+                                    8-bit moments with their scales)
     tensor[K:N,M], nested[K:]       those of tensor number K of the several that are stacked in the parameter
     buffer/BUFFER          the first rank's persistent buffers
     rank/R/buffer/BUFFER   those of rank R that differ from the first rank's
@@ -28,6 +30,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Iterator, Mapping
+from math import prod
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -55,14 +58,14 @@ class StateKind(NamedTuple):
 
     kind: str
     shape: tuple[int, ...]
-    """Of a tensor of other than one value."""
+    """Of a tensor that has dimensions."""
     part: int | None
     """The number of the tensor that it is of, where several are stacked in the parameter."""
 
     @property
     def is_of_tensor(self) -> bool:
         """Whether it fits only the tensor that it is of: it has no value for each element, and is no number."""
-        return bool(self.shape) or self.kind == NESTED
+        return prod(self.shape) != 1 or self.part is not None or self.kind == NESTED
 
 
 def kind_of_key(key: str) -> StateKind:
@@ -167,7 +170,8 @@ def state_parts(internals: OptimizerParts) -> list[FlatPart]:
 def _scalar_kind(internals: OptimizerParts, local: LocalPart, name: str, value: Any) -> str:
     param, kind = local.name, next((kind for kind, cls in SCALARS.items() if isinstance(value, cls)), None)
     is_scalar = not isinstance(value, Tensor) or (value.numel() == 1 and is_storable(value))
-    if kind == "tensor" and local.is_whole and value.ndim and is_storable(value) and "/" not in name:
+    has_shape = kind == "tensor" and value.ndim and (local.is_whole or value.numel() == 1)
+    if has_shape and is_storable(value) and "/" not in name:
         return f"tensor[{'' if local.of_stack is None else f'{local.of_stack}:'}{','.join(map(str, value.shape))}]"
     if kind is None or not is_scalar or "/" in name:
         shape = f" of shape {tuple(value.shape)}, {value.dtype}" if isinstance(value, Tensor) else ""

@@ -6,6 +6,7 @@ an object whose key ``"$"`` gives its kind:
     tuple, set, frozenset, dict with other keys than strings, OrderedDict, Counter   items
     float (inf, nan), torch.dtype                                            text
     torch.Tensor, numpy.ndarray, numpy scalars, bytes                        a tensor stored beside the JSON
+    tensor subclasses that are states of the optimizer in use                parts
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from zero._optim.subclass_states import apart, is_subclass_state, joined
 from zero._storage.safetensors_file import CODES, DTYPES, is_storable
 from zero.errors import CheckpointError
 
@@ -69,6 +71,8 @@ class Tree:
         return {KIND: type(value).__name__, "items": items}
 
     def _tensor(self, value: Any, path: str) -> Any:
+        if is_subclass_state(value):
+            return {KIND: "subclass", "parts": self.encode(apart(value), path)}
         if isinstance(value, Tensor) and is_storable(value):
             return self._store("tensor", value.detach())
         is_array = type(value) in (np.ndarray, np.memmap) or isinstance(value, np.generic)  # not masked arrays
@@ -114,6 +118,8 @@ def decode(document: Any, tensor_of: Callable[[str], Tensor]) -> Any:
     if kind in ("dict", "OrderedDict", "Counter"):
         pairs = {decode(key, tensor_of): decode(item, tensor_of) for key, item in document["items"]}
         return {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}[kind](pairs)
+    if kind == "subclass":
+        return joined(decode(document["parts"], tensor_of))
     return _decode_tensor(kind, document, tensor_of)
 
 

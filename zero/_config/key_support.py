@@ -72,6 +72,7 @@ CONDITIONS = {
         "zcomm.delayed_update is false, or offload_optimizer.device is none",
     ),
     "comms_logger": Condition(lambda c: c.comms_logger.enabled, "comms_logger is not enabled"),
+    "flops_profiler": Condition(lambda c: c.flops_profiler.enabled, "flops_profiler is not enabled"),
     "tensorboard": Condition(lambda c: c.tensorboard.enabled, "tensorboard is not enabled"),
     "csv_monitor": Condition(lambda c: c.csv_monitor.enabled, "csv_monitor is not enabled"),
     "wandb": Condition(lambda c: c.wandb.enabled, "wandb is not enabled"),

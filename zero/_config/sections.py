@@ -203,6 +203,26 @@ class CommsLogger:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FlopsProfile:
+    """``flops_profiler``."""
+
+    enabled: bool = key(
+        False, "the engine's first rank counts the operations of a forward, by module, and logs them after the step"
+    )
+    profile_step: int = key(
+        1, "the steps before the one whose last forward is counted", minimum=0, active_if="flops_profiler",
+        aliases=("step",),
+    )  # fmt: skip
+    module_depth: int = key(-1, "how far down modules are shown; -1: all", minimum=-1, active_if="flops_profiler")
+    top_modules: int = key(
+        1, "how many classes of modules are shown at each depth", minimum=1, active_if="flops_profiler"
+    )
+    detailed: bool = key(True, "show each module as well", active_if="flops_profiler")
+    output_file: str | None = key(None, "write to this file instead", active_if="flops_profiler")
+    recompute_fwd_factor: float = key(0.0, "-", minimum=0, inactive="backward is not counted")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
     """All keys."""
 
@@ -272,7 +292,7 @@ class Config:
         False, "the engine prints the first rank's memory after each forward, backward and step"
     )
     comms_logger: CommsLogger = section(CommsLogger, "what is sent")
-    flops_profiler: dict[str, Any] = key({}, "-", inactive=MONITORING_ONLY)
+    flops_profiler: FlopsProfile = section(FlopsProfile, "operations of a forward")
     timers: dict[str, Any] = key({}, "-", inactive=MONITORING_ONLY)
     tensorboard: TensorBoard = section(TensorBoard, "TensorBoard")
     wandb: Wandb = section(Wandb, "Weights & Biases")

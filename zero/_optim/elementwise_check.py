@@ -14,7 +14,8 @@ small and large, so that thresholds take effect; the last steps are those after 
 and periods have passed.
 
 :func:`check_states` tries whether the states of a parameter can be sharded and saved. Optimizers with 8-bit states keep
-those of small tensors in full precision, so its trial is larger than their thresholds.
+those of small tensors in full precision, so its trial is larger than their thresholds. They encode moments by blocks,
+which shards would cut: so they are updated as whole tensors.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from zero._optim.lion import Lion
 from zero._optim.masters import is_nested
 from zero._optim.muon import Muon
 from zero._optim.optimizer_clone import copy_of, over_groups, start_training
+from zero._optim.subclass_states import allow
 from zero._storage.safetensors_file import is_storable
 
 
@@ -84,9 +86,10 @@ SHAPES: Shapes = ((), (37,), (24, 20), (8, 5, 3, 3))
 MATRICES: Shapes = ((24, 20), (20, 24), (9, 9), (40, 8))
 WHOLE: Shapes = ((), (37,), *MATRICES, (8, 5, 3, 3))
 """The shapes of the trial of whole tensors."""
-SIDE, MAX_SIDE = 130, 512
-"""The side of the large matrix, and its maximum. Optimizers factor the states of matrices with sides from 128 on, or
-encode states of 4,096 elements and more; settings that name another size raise the side up to the maximum."""
+SIDE, MAX_SIDE, SIDE_STEP = 144, 512, 16
+"""The side of the large matrix, its maximum, and what it is a multiple of. Optimizers factor the states of matrices
+with sides from 128 on, or encode states of 4,096 elements and more in blocks of 256 that must fill the tensor; settings
+that name another size raise the side up to the maximum."""
 STEPS, LATE_STEPS = 13, 3
 LATE = 1_260_000 - STEPS - 2
 """Added to counters before the late steps, which then pass a multiple of most periods that people choose."""
@@ -98,7 +101,7 @@ ZEROS, SHIFT = 0.1, 331
 """The fraction of gradients that is exactly zero; and the shift: each step uses the previous step's noise, shifted by
 so many elements, which takes a hundredth of the time of new random numbers."""
 GROUPS = 16
-"""Parameter groups that are tried together, 7 MB each."""
+"""Parameter groups that are tried together, 9 MB each."""
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3}
 """Relative to the distance that an element has moved."""
 REMEDY = (
@@ -224,7 +227,7 @@ def check_elementwise(optimizer: Optimizer | type[Optimizer], options: Mapping[s
 
     The result depends on the arguments alone, so it is the same on every rank. Random generators are restored.
     Cost: nothing for those that are :data:`KNOWN`; else, for each parameter group with settings of its own, 16 steps of
-    about 900 elements and 16 of 18,000, each twice; and memory for 16 groups.
+    about 900 elements and 16 of 21,000, each twice; and memory for 16 groups.
     """
     if _is_one_of(KNOWN, optimizer):
         return
@@ -471,7 +474,7 @@ def _side(optimizer: Optimizer | type[Optimizer], options: Mapping[str, Any]) ->
         for name, value in one.items()
         if type(value) is int and value < MAX_SIDE and ("dim" in name or "size" in name or "factor" in name)
     ]
-    return max(SIDE, *(value + 1 for value in named), 0)
+    return -(-max(SIDE, *(value + 1 for value in named), 0) // SIDE_STEP) * SIDE_STEP
 
 
 def _make_late(optimizer: Optimizer) -> None:
@@ -510,7 +513,8 @@ NUMEL, SQUARE = 2**16, (2**8, 2**8)
 def check_states(optimizer: Optimizer, device: torch.device, *, is_whole: bool = False) -> None:
     """Raise ConfigError if ``optimizer`` keeps anything but numbers, and tensors with one value for each element.
 
-    ``is_whole``: it updates whole tensors; then states are plain tensors of any shape, and may be nested in lists.
+    ``is_whole``: it updates whole tensors; then states are tensors of any shape, may be nested in lists, and may be
+    tensor subclasses, which are allowed from here on.
 
     Cost: a step on 65,536 elements for each kind of parameter group.
     """
@@ -524,9 +528,11 @@ def check_states(optimizer: Optimizer, device: torch.device, *, is_whole: bool =
         param.grad = param.clone()
         trial = over_groups(optimizer, [{**group, "params": [param]}])
         start_training(trial)
-        with torch.no_grad():
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
             trial.step()
         for name, value in trial.state[param].items():
+            if is_whole:
+                allow(value)
             if not _is_shardable(value, is_whole=is_whole):
                 of = f" of shape {tuple(value.shape)}, {value.dtype}" if isinstance(value, Tensor) else ""
                 raise ConfigError(
@@ -538,6 +544,8 @@ def check_states(optimizer: Optimizer, device: torch.device, *, is_whole: bool =
 
 
 def _is_shardable(value: Any, *, is_whole: bool) -> bool:
+    if is_whole and is_nested(value):
+        return True
     if isinstance(value, Tensor):
         return is_storable(value) and (is_whole or value.numel() == 1 or value.shape == (NUMEL,))
-    return value is None or isinstance(value, (int, float)) or (is_whole and is_nested(value))
+    return value is None or isinstance(value, (int, float))

@@ -20,6 +20,7 @@ from zcomm import ConfigError
 from zero._config.settings import nearest_setting
 from zero._optim.optimizer_clone import new_state
 from zero._optim.several import optimizers_of
+from zero._optim.subclass_states import is_subclass_state, parts_in
 from zero._sharding.bucket import Bucket
 from zero._sharding.stages import Stage
 from zero._storage.safetensors_file import is_storable
@@ -97,11 +98,16 @@ def is_elementwise(master: Tensor, value: Tensor) -> bool:
 
     By shape: a state of a whole tensor may have as many elements by chance, as a factor of a row vector has.
     """
-    return value.ndim > 0 and value.shape == master.shape
+    return value.ndim > 0 and value.shape == master.shape and not is_subclass_state(value)
 
 
 def is_nested(value: Any) -> bool:
-    """Whether ``value``, a state, is a list, tuple or dict of tensors that can be saved, numbers and such."""
+    """Whether ``value``, a state, is a list, tuple or dict of tensors that can be saved, numbers and such.
+
+    So is a tensor subclass that consists of several.
+    """
+    if is_subclass_state(value):
+        return True
     if type(value) not in (list, tuple, dict):
         return False
     items = list(value.values()) if isinstance(value, dict) else value
@@ -114,7 +120,9 @@ def is_nested(value: Any) -> bool:
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """The tensors of a state: it, or those nested in it."""
-    if isinstance(value, Tensor):
+    if is_subclass_state(value):
+        yield from parts_in(value)
+    elif isinstance(value, Tensor):
         yield value
     elif is_nested(value):
         for item in value.values() if isinstance(value, dict) else value:

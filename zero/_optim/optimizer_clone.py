@@ -120,13 +120,17 @@ def _copied(value: Any, known: dict[int, Any]) -> Any:
         return value
 
 
+ENCODED = (128, 128)
+"""The shape of a tensor of which an optimizer with 8-bit states keeps them in 8 bits."""
+
+
 def moments_of(inner: Optimizer, dtype: torch.dtype, whole_groups: Sequence[bool]) -> dict[str, torch.dtype]:
     """The dtypes of the elementwise states that ``inner`` keeps of parameters in ``dtype``, found by a trial step.
 
     ``whole_groups``: which of its parameter groups are updated as whole tensors.
 
     Raises:
-        ConfigError: ``inner`` holds states before its first step.
+        ConfigError: ``inner`` holds states before its first step, or those of large tensors in another form.
     """
     found: dict[str, torch.dtype] = {}
     if inner.state:
@@ -136,17 +140,24 @@ def moments_of(inner: Optimizer, dtype: torch.dtype, whole_groups: Sequence[bool
         )
     owners = [(one, group) for one in optimizers_of(inner) for group in one.param_groups]
     for (one, group), is_whole in zip(owners, whole_groups, strict=True):
-        for shape in ((3, 3), (3,)) if is_whole else ((3,),):
+        for shape in ((3, 3), (3,), ENCODED) if is_whole else ((3,),):
             with suppress(Exception) if len(shape) == 1 and is_whole else nullcontext():  # Muon takes matrices
                 param = torch.ones(shape, dtype=dtype)
-                found |= _moments_of(copy_of(one, [group], [[param]]), param)
+                moments = _moments_of(copy_of(one, [group], [[param]]), param)
+                for name, value in moments.items():
+                    if type(value) is not Tensor or found.setdefault(name, value.dtype) != value.dtype:
+                        raise ConfigError(
+                            f"{name_of(one)} keeps {name!r} of large tensors in fewer bits, and files have room for "
+                            "one dtype: use offload_optimizer.device 'cpu' or 'none'"
+                        )
     return found
 
 
-def _moments_of(trial: Optimizer, param: Tensor) -> dict[str, torch.dtype]:
+def _moments_of(trial: Optimizer, param: Tensor) -> dict[str, Tensor]:
     start_training(trial)
     for _ in range(2):
         param.grad = torch.ones_like(param)
-        trial.step()
+        with torch.compiler.set_stance("force_eager"):
+            trial.step()
     states = {name: value for name, value in trial.state[param].items() if isinstance(value, Tensor)}
-    return {name: value.dtype for name, value in states.items() if value.ndim and value.shape == param.shape}
+    return {name: value for name, value in states.items() if value.ndim and value.shape == param.shape}

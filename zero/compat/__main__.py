@@ -10,7 +10,16 @@ import runpy
 import sys
 from pathlib import Path
 
+import torch
+
 from zero.compat.door import as_deepspeed
+
+CUDA_IS_MISSING = ("not compiled with CUDA", "_cuda_", "No CUDA GPUs", "no NVIDIA driver", "CUDA driver")
+"""What torch's errors say where there is no GPU."""
+NEEDS_CUDA = (
+    "zero.compat: the script names CUDA, and there is no GPU: use deepspeed.get_accelerator().current_device_name() "
+    "for devices, or run it where there is one"
+)
 
 
 def main() -> int:
@@ -26,12 +35,21 @@ def main() -> int:
     sys.argv = given[is_module:]
     if passes_local_rank:
         sys.argv.insert(1, f"--local_rank={os.environ.get('LOCAL_RANK', '0')}")
+    try:
+        _run(is_module=is_module)
+    except Exception as error:
+        if not torch.cuda.is_available() and any(text in str(error) for text in CUDA_IS_MISSING):
+            error.args = (f"{error}\n{NEEDS_CUDA}",)
+        raise
+    return 0
+
+
+def _run(*, is_module: bool) -> None:
     if is_module:
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
     else:
         sys.path[0] = str(Path(sys.argv[0]).resolve().parent)  # as python does: it was the current folder
         runpy.run_path(sys.argv[0], run_name="__main__")
-    return 0
 
 
 if __name__ == "__main__":

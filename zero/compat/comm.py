@@ -49,9 +49,14 @@ def init_distributed(
 
     Raises:
         StateError: ``dist_init_required=False``, and torch.distributed is not initialized.
+        BackendUnavailableError: nccl, without a GPU.
     """
     if dist_init_required is False and not dist.is_initialized():
         raise zcomm.StateError("torch.distributed is not initialized: dist_init_required=False")
+    if dist_backend == "nccl" and not torch.cuda.is_available():
+        raise zcomm.BackendUnavailableError(
+            "dist_backend='nccl' needs a GPU, and there is none: leave it out, or give 'gloo'"
+        )
     if dist_backend is None:
         _tell_accelerate()
     if init_method is not None and not dist.is_initialized():

@@ -164,6 +164,10 @@ def _absent(path: str) -> str:
     for count in range(len(parts), 0, -1):
         if remedy := remedies.get(".".join(parts[:count])):
             return f"{PACKAGE}.{path} is not available in zcomm-zero, which answers for {PACKAGE} here: {remedy}"
+    listed = ((module, names.split()) for module, sources in NAMES.items() for names in sources.values())
+    homes = (module for module, names in listed if module and parts[-1] in names)
+    if home := next(homes, None):
+        return f"{PACKAGE}.{path} is not a name that zcomm-zero provides: use {PACKAGE}.{home}.{parts[-1]}"
     return (
         f"{PACKAGE}.{path} is not a name that zcomm-zero provides (zero.compat answers for {PACKAGE} in this process): "
         "zero/compat/names.py lists them; run the script without zero.compat to use an installed DeepSpeed"

@@ -282,6 +282,11 @@ class DeepSpeedEngine(zero.Engine):
         return ThroughputTimer(self)
 
     @property
+    def flops_profiler(self) -> Any:
+        """What the section of this name has counted, on the first rank: ``flops``, ``macs`` and ``params``."""
+        return self._reports.profile
+
+    @property
     def client_optimizer(self) -> Any:
         """The optimizer that was given or built."""
         return self.optimizer.parts.inner

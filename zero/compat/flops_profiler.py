@@ -1,44 +1,22 @@
-"""``deepspeed.profiling.flops_profiler`` over ``torch.utils.flop_counter``, whose rules decide what is counted.
-
-Counted are products of matrices, convolutions and attention, two operations for each multiply-accumulate; additions
-of a bias and element-wise functions are not.
-"""
+"""``deepspeed.profiling.flops_profiler`` over :class:`zero._runtime.forward_profile.ForwardProfile`."""
 
 from __future__ import annotations
 
 import sys
-import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from zcomm import ConfigError, StateError
+from zero._runtime.forward_profile import ForwardProfile, macs_to_string, number_to_string, params_to_string
 
-UNITS = {"T": 1e12, "G": 1e9, "M": 1e6, "K": 1e3, "": 1.0, "m": 1e-3, "u": 1e-6}
-
-
-def number_to_string(num: float) -> str:
-    """``num`` in the largest unit that fits, with two decimals."""
-    units = next((name for name, size in UNITS.items() if num >= size), "")
-    return f"{round(num / UNITS[units], 2):g} {units}"
+__all__ = ["FlopsProfiler", "get_model_profile", "macs_to_string", "number_to_string", "params_to_string"]
 
 
-def macs_to_string(macs: float) -> str:
-    """As in ``2 GMACs``."""
-    return f"{number_to_string(macs)}MACs"
-
-
-def params_to_string(params_num: float) -> str:
-    """As in ``2 B``: billions."""
-    return number_to_string(params_num).replace("G", "B")
-
-
-class FlopsProfiler:
+class FlopsProfiler(ForwardProfile):
     """Counts the operations of forward passes between :meth:`start_profile` and :meth:`stop_profile` on this rank.
 
     Args:
@@ -50,10 +28,10 @@ class FlopsProfiler:
         StateError: Something is asked before :meth:`start_profile` or after :meth:`end_profile`.
     """
 
+    started = False
+
     def __init__(self, model: nn.Module, ds_engine: Any = None, recompute_fwd_factor: float = 0.0) -> None:
-        self.model, self.started = model, False
-        self._hooks: list[Any] = []
-        self._stack: list[tuple[nn.Module, int]] = []  # modules in forward, and the count when they began
+        super().__init__(model)
 
     def start_profile(self, ignore_list: Sequence[type] | None = None) -> None:
         """Begin, from zero.
@@ -63,42 +41,16 @@ class FlopsProfiler:
         """
         if ignore_list:
             raise ConfigError(f"ignore_list must be empty: modules cannot be left out, got {ignore_list}")
-        self.stop_profile()
-        self._flops, self._seconds, self.started = Counter[nn.Module](), 0.0, True
-        for module in self.model.modules():
-            self._hooks.append(module.register_forward_pre_hook(self._enter))
-            self._hooks.append(module.register_forward_hook(self._exit, always_call=True))
-
-    def _enter(self, module: nn.Module, args: Any) -> None:
-        if not self._stack:
-            self._begin_s, self._mode = self._now_s(), FlopCounterMode(display=False)
-            self._mode.__enter__()  # type: ignore[no-untyped-call]
-        self._stack.append((module, self._mode.get_total_flops()))
-
-    def _exit(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not self._stack:  # the profile has begun inside
-            return
-        _, before = self._stack.pop()
-        if all(outer is not module for outer, _ in self._stack):  # else it has called itself
-            self._flops[module] += self._mode.get_total_flops() - before
-        if not self._stack:
-            self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-            self._seconds += self._now_s() - self._begin_s
-
-    def _now_s(self) -> float:
-        if any(param.is_cuda for param in self.model.parameters()):
-            torch.cuda.synchronize()
-        return time.perf_counter()
+        self.start()
+        self.started = True
 
     def stop_profile(self) -> None:
         """Count no more; what was counted stays."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+        self.stop()
 
     def end_profile(self) -> None:
         """Stop, and drop what was counted."""
-        self.stop_profile()
+        self.stop()
         self.started = False
 
     def _check_started(self) -> None:
@@ -108,22 +60,22 @@ class FlopsProfiler:
     def get_total_flops(self, as_string: bool = False) -> Any:
         """Operations of the passes."""
         self._check_started()
-        return number_to_string(self._flops[self.model]) if as_string else self._flops[self.model]
+        return number_to_string(self.flops) if as_string else self.flops
 
     def get_total_macs(self, as_string: bool = False) -> Any:
         """Multiply-accumulates of the passes."""
-        macs = self.get_total_flops() // 2
-        return macs_to_string(macs) if as_string else macs
+        self._check_started()
+        return macs_to_string(self.macs) if as_string else self.macs
 
     def get_total_duration(self, as_string: bool = False) -> Any:
         """Seconds of the passes, which counting makes slower."""
         self._check_started()
-        return f"{number_to_string(self._seconds)}s" if as_string else self._seconds
+        return f"{number_to_string(self.seconds)}s" if as_string else self.seconds
 
     def get_total_params(self, as_string: bool = False) -> Any:
         """Elements of the parameters, those of other ranks included."""
         self._check_started()
-        return params_to_string(_numel(self.model)) if as_string else _numel(self.model)
+        return params_to_string(self.params) if as_string else self.params
 
     def print_model_profile(
         self,
@@ -133,33 +85,14 @@ class FlopsProfiler:
         detailed: bool = True,
         output_file: str | None = None,
     ) -> None:
-        """Print the totals and, if ``detailed``, each module down to ``module_depth`` (-1: all), or write them.
-
-        ``top_modules`` is not used: modules are in the order of the model.
-        """
+        """Print, or write, what :meth:`zero._runtime.forward_profile.ForwardProfile.text` says."""
         self._check_started()
-        lines = [
-            f"Flops profiler, step {profile_step}: {self.get_total_params(True)} parameters, forward: "
-            f"{self.get_total_macs(True)}, {self.get_total_flops(True)}FLOPs, {self.get_total_duration(True)}"
-        ]
-        total = self._flops[self.model] or 1
-        for name, module in self.model.named_modules() if detailed else ():
-            depth = name.count(".") + 1 if name else 0
-            if module_depth in (-1, depth) or depth < module_depth:
-                lines.append(
-                    f"{'  ' * depth}{name or 'model'} ({type(module).__name__}): {params_to_string(_numel(module))}, "
-                    f"{macs_to_string(self._flops[module] // 2)}, {self._flops[module] / total:.2%}"
-                )
-        text = "\n".join(lines) + "\n"
+        text = self.text(profile_step, module_depth, top_modules, detailed=detailed)
         if output_file:
             Path(output_file).parent.mkdir(parents=True, exist_ok=True)
             Path(output_file).write_text(text)
         else:
             sys.stdout.write(text)
-
-
-def _numel(module: nn.Module) -> int:
-    return sum(int(getattr(param, "ds_numel", param.numel())) for param in module.parameters())
 
 
 def get_model_profile(

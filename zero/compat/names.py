@@ -64,6 +64,8 @@ NAMES: dict[str, dict[str, str]] = {
     "ops.adam.cpu_adam": {_OPTIMIZERS: "DeepSpeedCPUAdam"},
     "ops.adam.fused_adam": {_OPTIMIZERS: "FusedAdam"},
     "ops.aio": {_BUILDERS: "AsyncIOBuilder"},
+    "ops.lamb": {_OPTIMIZERS: "FusedLamb"},
+    "ops.lamb.fused_lamb": {_OPTIMIZERS: "FusedLamb"},
     "ops.lion": {_OPTIMIZERS: "DeepSpeedCPULion FusedLion"},
     "ops.lion.cpu_lion": {_OPTIMIZERS: "DeepSpeedCPULion"},
     "ops.lion.fused_lion": {_OPTIMIZERS: "FusedLion"},
@@ -104,6 +106,7 @@ NAMES: dict[str, dict[str, str]] = {
     "runtime.zero.linear": {_HELPERS: "LinearModuleForZeroStage3 zero3_linear_wrap"},
     "runtime.zero.partition_parameters": {
         **_GATHERING,
+        _HELPERS: "zero3_linear_wrap",
         _PARAMETERS: "ZeroParamStatus ZeroParamType is_zero_param zero_wrapper_for_fp_tensor_constructor "
         "_orig_torch_arange partitioned_param_data_shape",
         _ACCELERATOR: "get_accelerator",
@@ -172,6 +175,8 @@ _MICS = (
     "use deepspeed.zero.Init, and hpZ for gathers inside a node: zero_hpz_partition_size, the ranks of a node, not "
     "mics_shard_size; optimizer states are sharded over all ranks"
 )
+_ZENFLOW = "zcomm.delayed_update with offload_optimizer overlaps the update on the host with the next step"
+_ONEBIT = "set zero_quantized_gradients, or zcomm.mode 'delta', to send fewer bytes with any optimizer"
 _SEQUENCE = "for sequence parallelism pass mpu= with its groups"
 
 ABSENT_NAMES: dict[str, str] = {
@@ -185,7 +190,6 @@ ABSENT_NAMES: dict[str, str] = {
     "init_inference": _SERVING,
     "launcher.runner.main": _LAUNCH,
     "moe.layer.MoE": _MOE,
-    "ops.lamb.FusedLamb": "Lamb needs norms of whole parameters: use AdamW, Adam, Lion, Adagrad or SGD",
     "pipe.LayerSpec": _PIPELINE,
     "pipe.PipelineModule": _PIPELINE,
     "pipe.TiedLayerSpec": _PIPELINE,
@@ -227,14 +231,18 @@ ABSENT_PACKAGES: dict[str, str] = {
     "moe.sharded_moe": _MOE,
     "nebula": "engine.save_checkpoint(..., async_op=True) writes in the background",
     "ops.aio": _BUILD,
-    "ops.lamb": "Lamb needs norms of whole parameters: use AdamW, Adam, Lion, Adagrad or SGD",
+    "ops.adam.ZenFlowCPUAdam": _ZENFLOW,
+    "ops.adam.ZenFlowSelectiveAdamW": _ZENFLOW,
+    "ops.adam.ZenFlowSelectiveAdamW_stage3": _ZENFLOW,
     "ops.op_builder": _BUILD,
     "ops.sparse_attention": "use torch.nn.attention.flex_attention",
     "ops.transformer": "use torch.nn.functional.scaled_dot_product_attention",
     "pipe": _PIPELINE,
     "profiling": _PROFILE,
     "profiling.flops_profiler": _PROFILE,
+    "runtime.fp16.onebit": _ONEBIT,
     "runtime.pipe": _PIPELINE,
+    "runtime.zenflow": _ZENFLOW,
     "runtime.sequence_parallel": _SEQUENCE,
     "runtime.zero.mics": _MICS,
     "sequence": _SEQUENCE,

@@ -41,6 +41,7 @@ CPUAdamBuilder = _builder("CPUAdamBuilder", "cpu_adam", available=True)
 CPUAdagradBuilder = _builder("CPUAdagradBuilder", "cpu_adagrad", available=True)
 CPULionBuilder = _builder("CPULionBuilder", "cpu_lion", available=True)
 FusedAdamBuilder = _builder("FusedAdamBuilder", "fused_adam", available=True)
+FusedLambBuilder = _builder("FusedLambBuilder", "fused_lamb", available=True)
 FusedLionBuilder = _builder("FusedLionBuilder", "fused_lion", available=True)
 
 
@@ -54,7 +55,6 @@ class AsyncIOBuilder(OpBuilder):
         return file_io
 
 
-FusedLambBuilder = _builder("FusedLambBuilder", "fused_lamb", available=False)
 QuantizerBuilder = _builder("QuantizerBuilder", "quantizer", available=False)
 UtilsBuilder = _builder("UtilsBuilder", "utils", available=False)
 EvoformerAttnBuilder = _builder("EvoformerAttnBuilder", "evoformer_attn", available=False)

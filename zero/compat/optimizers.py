@@ -107,3 +107,31 @@ class FusedLion(zero.Lion, metaclass=_OfBase):
         set_grad_none: bool = True,
     ) -> None:
         super().__init__(params, lr, betas=betas, weight_decay=weight_decay)
+
+
+class FusedLamb(zero.Lamb, metaclass=_OfBase):
+    """:class:`zero.Lamb`."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        eps_inside_sqrt: bool = False,
+        weight_decay: float = 0.0,
+        max_grad_norm: float = 0.0,
+        max_coeff: float = 10.0,
+        min_coeff: float = 0.01,
+        amsgrad: bool = False,
+    ) -> None:
+        if eps_inside_sqrt or max_grad_norm or amsgrad:
+            raise ConfigError(
+                "FusedLamb has no eps_inside_sqrt, max_grad_norm or amsgrad: leave them out, and clip by "
+                "gradient_clipping"
+            )
+        super().__init__(
+            params, lr, betas, eps, weight_decay, bias_correction=bias_correction, min_coeff=min_coeff,
+            max_coeff=max_coeff,
+        )  # fmt: skip
