@@ -32,9 +32,15 @@ SWEPT_GBIT = tuple(0.5 * 2 ** (step / 2) for step in range(26))
 MICRO = (1, 4)
 Y_TICKS = (0.15, 0.25, 0.5, 1, 2, 4, 8, 16)
 OURS = {
-    name: (3, kind, "device")
-    for name, kind in (("zero stage 3", "plain"), ("zero++", "ZeRO++"), ("delta-hpz", "delta-hpZ"))
+    "zero stage 2": (2, "plain", "device"),
+    "zero stage 3": (3, "plain", "device"),
+    "zero++": (3, "ZeRO++", "device"),
+    "delta-hpz": (3, "delta-hpZ", "device"),
 }
+NOT_DRAWN = "zero stage 2"
+"""Its curve would be the seventh of a panel."""
+AT_ONCE = "70b", "H100 100G", 4
+"""Model, cluster and sequences of a batch for which a batch is compared with as many micro-batches."""
 COMMAND = "python bench/choose.py --output bench/results/choose"
 
 
@@ -70,9 +76,9 @@ def seconds(row: Row, bound: str) -> float:
     return row.times.step - hidden
 
 
-def outlook(model: Model, cluster: Cluster, num_micro: int) -> Outlook:
-    """Predict one model, cluster and number of micro-batches of one sequence."""
-    job = Job(num_micro=num_micro)
+def outlook(model: Model, cluster: Cluster, num_micro: int, batch: int = 1) -> Outlook:
+    """Predict one model, cluster and number of micro-batches of ``batch`` sequences."""
+    job = Job(num_micro=num_micro, batch=batch)
     peers, rows = plan_peers(model, cluster, job), plan(model, cluster, job, only=OURS.values())
     plain = next(row for row in peers if row.variant == "FSDP2").times
     fitting = {row.variant: row for row in peers if row.fits}
@@ -109,8 +115,12 @@ def page() -> str:
         "resharding; with four micro-batches also those that send gradients once a step): first if nothing of the",
         "communication is hidden behind computing, then if as much is as can be. `-`: does not fit.",
         "",
-        "The plot has the same for one model at all rates; dotted lines are the clusters of the table. A curve `ddp`,",
-        "`fsdp2` or `hsdp` is the fastest of its kind that fits.", "",
+        "`zero++` and `delta-hpz` send quantized messages; the others, peers included, send bfloat16, and DDP also",
+        "float32. DeepSpeed's ZeRO++ and methods that synchronize less often than every step are not among the peers.",
+        "",
+        *_at_once(), "",
+        "The plot has the same for one model at all rates, without stage 2; dotted lines are the clusters of the table",
+        "that are in one place. A curve `ddp`, `fsdp2` or `hsdp` is the fastest of its kind that fits.", "",
     ]  # fmt: skip
     titles = ["model", "cluster", "ratio"]
     for num_micro in MICRO:
@@ -123,6 +133,21 @@ def page() -> str:
             cells = [name.upper(), cluster, f"{found[0].ratio:.2f}", *(cell for one in found for cell in _cells(one))]
             lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
+
+
+def _at_once() -> list[str]:
+    """What a batch of several sequences changes: it needs no accumulation."""
+    name, machine, count = AT_ONCE
+    model, cluster = model_of(name), named_clusters()[machine]
+    row = next(row for row in plan_peers(model, cluster, Job(batch=count)) if row.variant == "FSDP2")
+    gib, whole = row.memory.nbytes() / 2**30, outlook(model, cluster, 1, count).speeds[BOUNDS[0]]
+    parts = outlook(model, cluster, count).speeds[BOUNDS[0]]
+    return [
+        "Where several sequences fit at once, a batch of them sends less than as many micro-batches, most of all under",
+        f"FSDP2. {name.upper()} on {machine}, {count} sequences at once, of which FSDP2 needs {gib:.1f} GiB: `zero++`",
+        f"has {whole['zero++']:.2f} times its speed and `delta-hpz` {whole['delta-hpz']:.2f}; with {count} "
+        f"micro-batches `zero++` has {parts['zero++']:.2f}.",
+    ]
 
 
 def _cells(found: Outlook) -> list[str]:
@@ -138,7 +163,9 @@ def figure_of() -> Figure:
         f"Predictions, not measurements: {PLOTTED.upper()} on {NODES} nodes of 8 A100, {SEQUENCE:,} tokens a GPU"
     )
     model = model_of(PLOTTED)
-    marks = {name: outlook(model, cluster, 1).ratio for name, cluster in named_clusters().items()}
+    # On sites latency counts, which the curves, of one place, do not have at the same ratio.
+    in_one_place = {name: cluster for name, cluster in named_clusters().items() if not name.endswith("sites")}
+    marks = {name: outlook(model, cluster, 1).ratio for name, cluster in in_one_place.items()}
     for index, num_micro in enumerate(MICRO):
         swept = [outlook(model, cluster_of("A100", gbit), num_micro) for gbit in SWEPT_GBIT]
         for place, bound in enumerate(BOUNDS):
@@ -151,7 +178,7 @@ def figure_of() -> Figure:
 
 
 def _draw(panel: Any, swept: Sequence[Outlook], bound: str, marks: dict[str, float]) -> None:
-    for system in swept[0].speeds[bound]:
+    for system in (name for name in swept[0].speeds[bound] if name != NOT_DRAWN):
         points = sorted((one.ratio, one.speeds[bound][system]) for one in swept)
         panel.plot(*zip(*points, strict=True), label=system, **style_of(system))
     panel.set(xscale="log", yscale="log", xlabel="network time / computing time of FSDP2", ylabel="speed / best peer")

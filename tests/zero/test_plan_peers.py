@@ -152,6 +152,7 @@ def test_a_step_by_hand() -> None:
     hybrid = rows["HSDP"].times
     assert hybrid.within == pytest.approx(3 * 2e9 / 2 / (100e9 * 0.9), rel=1e-3)
     assert hybrid.between == pytest.approx(2 * (3 / 4) * 1e9 * 2 / (10e9 * 0.9), rel=1e-3)
+    assert hybrid.latency == pytest.approx(3 * 11.8e-6 + 2 * 18e-6), "an all-reduce counts as two exchanges"
     fast = plan_peers(model, replace(cluster, between_gbit=8000), Job(is_checkpointed=False))
     assert all((row.times.within == 0) != (row.times.between == 0) for row in fast if row.variant != "HSDP"
                and row.variant != "HSDP reshard=False")  # fmt: skip

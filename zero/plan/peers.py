@@ -23,8 +23,8 @@ are sent after each of them, or ``once``, as a sum: by no_sync, set_requires_gra
       summed gradients          once: 2 T; HSDP that reshards: 2 T / L
     and activations as in :mod:`zero.plan.formulas`.
 
-The links of a ring are busy at the same time, so its slower class counts. A collective counts as one exchange, as this
-library's do, though a ring has more steps: this favours the peers.
+The links of a ring are busy at the same time, so its slower class counts. A gather or a reduce-scatter counts as one
+exchange, as this library's do, and an all-reduce as two, though a ring has more steps: this favours the peers.
 """
 
 from __future__ import annotations

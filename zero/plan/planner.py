@@ -134,7 +134,7 @@ def plan(
 
 
 def plan_peers(model: Model, cluster: Cluster, job: Job | None = None) -> list[Row]:
-    """Plan DDP, FSDP2 and HSDP for comparison, in the order of :func:`plan`; none with Muon, which they do not have.
+    """Plan DDP, FSDP2 and HSDP for comparison, in the order of :func:`plan`; none with Muon: it is not modelled there.
 
     Formulas: :mod:`zero.plan.peers`. Peers that equal another one on this cluster are left out.
     """
