@@ -6,7 +6,7 @@ import logging
 import resource
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -73,19 +73,15 @@ class Reports:
     @contextmanager
     def around(self, phase: str, step: int) -> Iterator[None]:
         """Measure a forward, a backward or a step; ``step``: how many steps there were before."""
-        if self.profile is not None and phase == "forward" and step == self._config.flops_profiler.profile_step:
-            self.profile.start()
-            try:
+        is_counted = phase == "forward" and step == self._config.flops_profiler.profile_step
+        with self._counted() if is_counted else nullcontext():
+            if not self._config.wall_clock_breakdown:
                 yield
-            finally:
-                self.profile.stop()
-        elif not self._config.wall_clock_breakdown:
-            yield
-        else:
-            self._synchronize()
-            with self._timed(phase):
-                yield
+            else:
                 self._synchronize()
+                with self._timed(phase):
+                    yield
+                    self._synchronize()
         if self._config.memory_breakdown and self._is_log_rank:
             logger.info("memory after %s: %s", phase, self._memory())
 
@@ -161,6 +157,16 @@ class Reports:
         now = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
         most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         return f"{kinds}; resident {now / MIB:.1f} MiB, at most {most / MIB:.1f} MiB"
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        if self.profile is not None:
+            self.profile.start()
+        try:
+            yield
+        finally:
+            if self.profile is not None:
+                self.profile.stop()
 
     @contextmanager
     def _timed(self, phase: str) -> Iterator[None]:

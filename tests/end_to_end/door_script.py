@@ -36,6 +36,7 @@ assert sys.path[0] == str(Path(__file__).parent)
 
 deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False, distributed_port=29501)
 dist.init_distributed()  # again: nothing
+dist.init_distributed("nccl")  # so for a backend that is not available
 assert (dist.get_rank(), dist.get_world_size(), dist.get_local_rank(), dist.is_initialized()) == (0, 1, 0, True)
 total = torch.ones(3)
 dist.all_reduce(total)

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -103,6 +104,48 @@ def _check_stage_3(rank: int) -> None:
 
 def test_a_sharded_model_is_counted_as_a_full_one() -> None:
     run_ranks(2, _check_stage_3)
+
+
+class _Products(nn.Module):
+    """Not torch's own module, which torch.compile would leave as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = _model()
+
+    def forward(self, values: Tensor) -> Tensor:
+        result: Tensor = self.inner(values)
+        return result
+
+
+def test_compiled_code_is_counted_and_is_compiled_after_it() -> None:
+    num_graphs = 0
+
+    def compiler(graph: Any, inputs: Any) -> Any:
+        nonlocal num_graphs
+        num_graphs += 1
+        return graph.forward
+
+    model = _Products()
+    model.compile(backend=compiler)
+    profiler = FlopsProfiler(model)
+    profiler.start_profile()
+    model(torch.ones(5, 8))
+    profiler.stop_profile()
+    assert (profiler.get_total_macs(), num_graphs) == (sum(MACS.values()), 0)
+    model(torch.ones(5, 8))
+    assert num_graphs == 1
+
+
+def test_a_profile_that_stops_within_a_forward_counts_nothing_after_it() -> None:
+    """Ctrl-C ends a forward without its hooks, too."""
+    model = _model()
+    profiler = FlopsProfiler(model)
+    model[1].register_forward_hook(lambda *_: profiler.stop_profile())
+    profiler.start_profile()
+    model(torch.ones(5, 8))
+    assert profiler.get_total_macs() == MACS["0"]
+    assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
 
 
 def _check_section(rank: int, door: str, path: str) -> None:

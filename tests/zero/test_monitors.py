@@ -133,7 +133,7 @@ def _check_libraries(rank: int) -> None:
         "comet": {"enabled": True, "samples_log_interval": SAMPLES[1], "experiment_name": "e", "project": "p"},
     }
     with mock.patch.dict(sys.modules, dict(zip(LIBRARIES, libraries, strict=True))):
-        engine = _engine(wall_clock_breakdown=True, **sections)
+        engine = _engine(wall_clock_breakdown=True, flops_profiler={"enabled": True}, **sections)
         means = _train(engine, rank)
         engine.destroy()
     if rank:

@@ -43,6 +43,7 @@ class ForwardProfile:
         self._flops = Counter[nn.Module]()
         self._hooks: list[Any] = []
         self._stack: list[tuple[nn.Module, int]] = []  # modules in forward, and the count when they began
+        self._stance: Any = None
 
     @property
     def flops(self) -> int:
@@ -60,8 +61,9 @@ class ForwardProfile:
         return _numel(self.model)
 
     def start(self) -> None:
-        """Begin, from zero."""
+        """Begin, from zero. Compiled code runs uncompiled until :meth:`stop`: its operations could not be counted."""
         self.stop()
+        self._stance = torch.compiler.set_stance("force_eager")
         self._flops, self.seconds = Counter[nn.Module](), 0.0
         for module in self.model.modules():
             self._hooks.append(module.register_forward_pre_hook(self._enter))
@@ -72,6 +74,11 @@ class ForwardProfile:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+        while self._stack:  # within a forward, or in one that was interrupted, which calls no hooks
+            self._leave()
+        if self._stance is not None:
+            self._stance.__exit__(None, None, None)
+            self._stance = None
 
     def _enter(self, module: nn.Module, args: Any) -> None:  # noqa: ARG002
         if not self._stack:
@@ -81,9 +88,11 @@ class ForwardProfile:
         self._stack.append((module, self._mode.get_total_flops()))
 
     def _exit(self, module: nn.Module, args: Any, output: Any) -> None:  # noqa: ARG002
-        if not self._stack:  # the profile has begun inside
-            return
-        _, before = self._stack.pop()
+        if self._stack:  # else the profile has begun inside
+            self._leave()
+
+    def _leave(self) -> None:
+        module, before = self._stack.pop()
         if all(outer is not module for outer, _ in self._stack):  # else it has called itself
             self._flops[module] += self._mode.get_total_flops() - before
         if not self._stack:

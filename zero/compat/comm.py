@@ -53,7 +53,7 @@ def init_distributed(
     """
     if dist_init_required is False and not dist.is_initialized():
         raise zcomm.StateError("torch.distributed is not initialized: dist_init_required=False")
-    if dist_backend == "nccl" and not torch.cuda.is_available():
+    if dist_backend == "nccl" and not (dist.is_initialized() or torch.cuda.is_available()):
         raise zcomm.BackendUnavailableError(
             "dist_backend='nccl' needs a GPU, and there is none: leave it out, or give 'gloo'"
         )
