@@ -291,8 +291,8 @@ def page(path: Path, probe: Path | None = None, *, has_own: bool = False) -> str
         *(f"{name}: {text}  " for name, text in store.values["context"].items()), "",
         f"{near} of {len(rows)} rows within {TOLERANCE:.0%}: {near / len(rows):.1%}; {len({row.key for row in rows})} "
         f"runs, {len({row.system for row in rows})} systems. `python bench/plan_validation.py --measured FILE.json",
-        f"{option}`; formulas: `bench/plan_measured.py`, `zero/plan/times.py`; no number is fitted to a row, but what a "
-        "system hides was decided after a look at such tables (docs/measuring.md).", "",
+        f"{option}`; formulas: `bench/plan_measured.py`, `zero/plan/times.py`; no number is fitted to a row, but what "
+        "a system hides was decided after a look at such tables (docs/measuring.md).", "",
         _facts_line(facts), "",
         "Milliseconds:", "",
         "| run | system | itself | within | between | latency | kernels | hidden | planned | measured | difference |",

@@ -58,6 +58,7 @@ def test_a_forward_that_raises_ends_its_count() -> None:
     torch.ones(8, 8) @ torch.ones(8, 8)
     model(torch.ones(5, 8))
     assert profiler.get_total_macs() == sum(MACS.values())
+    profiler.stop_profile()  # else compiled code of other tests would not be compiled
 
 
 def test_a_model_that_calls_itself_is_counted_once() -> None:
