@@ -31,7 +31,7 @@ import torch
 from tests.simulation import checkpoints, protocols, training
 from tests.simulation.definition import Alone, Fault, Result, Scenario
 from tests.variables import variables
-from zcomm import ZcommError
+from zcomm import DivergedError, ZcommError
 from zcomm.testing import Deadlock, Outcome, Simulation
 
 LATENCY_S = 0.5, 3.0
@@ -144,13 +144,19 @@ def _problem(scenario: Scenario, outcomes: list[Outcome]) -> str:
     if fault is None or (fault.kind in SURVIVED and not _has_short_timeout(scenario)):
         return f"P2: ranks end with {[one.error for _, one in live]!r}"
     has_own_error = fault.kind in ("raises", "interrupted")
-    alike = {type(one.error) for rank, one in live if not has_own_error or rank != fault.rank}
+    alike = {_ending(one) for rank, one in live if not has_own_error or rank != fault.rank}
     if fault.kind == "late":  # a rank whose timeout ends with the last exchange is alone
         alike.discard(type(None))
     may_differ = fault.kind in ("dies", "interrupted") or "part" in scenario.calls  # ranks outside need not notice
     if len(alike) > 1 and not may_differ:
         return f"P2: rank {fault.rank} {fault.kind}, and ranks end with {[one.error for _, one in live]!r}"
     return ""
+
+
+def _ending(outcome: Outcome) -> type[BaseException | None]:
+    """The class of what a rank ended with; a training program expects a DivergedError in "uneven", and catches it."""
+    is_caught = isinstance(outcome.result, list) and "diverged" in outcome.result
+    return DivergedError if is_caught else type(outcome.error)
 
 
 def _is_named(error: BaseException, fault: Fault | None, rank: int) -> bool:

@@ -397,6 +397,14 @@ def test_ranks_that_another_one_leaves_alone_end_alike(call: str) -> None:
         assert not result.problem, result.problem
 
 
+def test_ranks_may_learn_of_it_in_the_next_call() -> None:
+    """Seed 20261128700124: those of the other node were in "uneven" by then, which expects a DivergedError."""
+    fault = Fault("raises", rank=1, at=1)
+    calls = ("evaluate", "evaluate", "uneven", "step")
+    result = run(Scenario("training", 20261128700124, 4, 2, calls, "delta_hpz", fault))
+    assert not result.problem, result.problem
+
+
 def test_nothing_of_a_simulation_is_kept() -> None:
     """A campaign of many schedules kept all of them, and became ever slower."""
     kept: list[weakref.ref[dist.ProcessGroup]] = []
