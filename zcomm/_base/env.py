@@ -66,7 +66,7 @@ def is_set(name: str) -> bool:
 
 
 def forget() -> None:
-    """Read the variables again, as a process does that was forked: for tests, which change them."""
+    """Read the variables again at their next use. For tests, which change them."""
     value.cache_clear()
     is_set.cache_clear()
 

@@ -217,8 +217,7 @@ def _parts(tensor: Tensor, size: int) -> list[Tensor]:
     """The equal, contiguous and flat parts of ``tensor`` for ``size`` ranks."""
     if size == tensor.ndim == 1:
         return [tensor]
-    numel, first = tensor.numel() // size, tensor.storage_offset()
-    stride = numel if tensor.is_contiguous() else tensor.stride(0)
+    numel, stride, first = tensor.numel() // size, row_stride(tensor, size), tensor.storage_offset()
     # Each other kind of view that a call makes takes 10 us, since its code is not in the processor's cache.
     return [tensor.as_strided((numel,), (1,), first + rank * stride) for rank in range(size)]
 

@@ -83,7 +83,7 @@ def _of(simulation: weakref.ref[Simulation]) -> Simulation:
 
 
 def _forget_frames(error: BaseException | None) -> None:
-    """Drop what the frames of ``error`` refer to: a loss among it would keep its graph, hooks, model and optimizer."""
+    """Drop the local variables of the frames of ``error``: a loss would keep its graph, hooks, model and optimizer."""
     todo, seen = [error], set[int]()
     while todo:
         one = todo.pop()
@@ -97,7 +97,7 @@ def _forget_frames(error: BaseException | None) -> None:
 def _on_one_core() -> Iterator[None]:
     """Within the block this thread, and those that it starts, stay on the core on which it runs now.
 
-    One of them runs at a time. To wake one on another core takes longer: a simulation would take 1.5 times as long.
+    Only one of them runs at a time, and waking one on another core takes longer: simulations took 1.5 times as long.
     """
     if not hasattr(os, "sched_setaffinity"):
         yield

@@ -255,8 +255,8 @@ class Hooks(RuntimePart):
             self._ignores_inference = before
 
     def _hook_gradient(self, param: nn.Parameter, bucket: int, slot: int) -> None:
-        # Python's garbage collector does not see what these hooks refer to: by a strong reference to this object, which
-        # has the parameter, neither would ever be freed unless the optimizer is closed.
+        # Weakly: Python's garbage collector does not look into these hooks. With a strong reference to this object,
+        # which refers to the parameter, neither would be freed before the optimizer is closed.
         own = ref(self)
 
         def after(param: Tensor) -> None:  # noqa: ARG001
