@@ -12,6 +12,7 @@ import atexit
 import faulthandler
 import gc
 import os
+import sys
 import tempfile
 import time
 import traceback
@@ -169,6 +170,7 @@ def _serve(rank: int, world_size: int, backend: str, store: str, pipe: Connectio
         torch.manual_seed(rank)
         try:
             fn(rank, *args)
+            _check_compiler()
             pipe.send(None)
         except BaseException:
             pipe.send(traceback.format_exc())
@@ -176,6 +178,13 @@ def _serve(rank: int, world_size: int, backend: str, store: str, pipe: Connectio
         _TOPOLOGIES.pop().close()
     close_communicators()
     dist.destroy_process_group()
+
+
+def _check_compiler() -> None:
+    """Raise AssertionError if the call has left torch's compiler switched off, for all later calls of this process."""
+    if "torch._dynamo.eval_frame" in sys.modules:
+        stance = sys.modules["torch._dynamo.eval_frame"]._stance.stance
+        assert stance == "default", f"torch.compiler.set_stance({stance!r}) was not taken back"
 
 
 def use_emulated_nccl() -> None:

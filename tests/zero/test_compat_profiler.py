@@ -101,6 +101,7 @@ def _check_stage_3(rank: int) -> None:
         profiler.start_profile()
         model(torch.ones(5, 8)).sum().backward()
         assert (profiler.get_total_macs(), profiler.get_total_params()) == (sum(MACS.values()), 212)
+        profiler.stop_profile()
 
 
 def test_a_sharded_model_is_counted_as_a_full_one() -> None:
@@ -136,6 +137,26 @@ def test_compiled_code_is_counted_and_is_compiled_after_it() -> None:
     assert (profiler.get_total_macs(), num_graphs) == (sum(MACS.values()), 0)
     model(torch.ones(5, 8))
     assert num_graphs == 1
+
+
+def test_profiles_that_end_in_the_order_they_began_leave_the_compiler_on() -> None:
+    first, second = FlopsProfiler(_model()), FlopsProfiler(_model())
+    compiled: list[int] = []
+
+    def compiler(graph: Any, inputs: Any) -> Any:
+        compiled.append(len(compiled))
+        return graph.forward
+
+    model = _Products()
+    model.compile(backend=compiler)
+    first.start_profile()
+    second.start_profile()
+    first.stop_profile()
+    model(torch.ones(5, 8))
+    assert not compiled, "the second is still counting"
+    second.stop_profile()
+    model(torch.ones(5, 8))
+    assert len(compiled) == 1
 
 
 def test_a_profile_that_stops_within_a_forward_counts_nothing_after_it() -> None:

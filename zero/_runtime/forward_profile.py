@@ -34,6 +34,23 @@ def params_to_string(params_num: float) -> str:
     return number_to_string(params_num).replace("G", "B")
 
 
+_started: set[int] = set()  # ids of the profiles that hold compiled code back; they may end in any order
+_stance: list[Any] = []  # torch's, while there are any
+
+
+def _force_eager(profile: ForwardProfile) -> None:
+    if not _started:
+        _stance.append(torch.compiler.set_stance("force_eager"))
+    _started.add(id(profile))
+
+
+def _release_eager(profile: ForwardProfile) -> None:
+    if id(profile) in _started:
+        _started.remove(id(profile))
+        if not _started:
+            _stance.pop().__exit__(None, None, None)
+
+
 class ForwardProfile:
     """What the forwards of ``model`` between :meth:`start` and :meth:`stop` have computed on this rank."""
 
@@ -43,7 +60,6 @@ class ForwardProfile:
         self._flops = Counter[nn.Module]()
         self._hooks: list[Any] = []
         self._stack: list[tuple[nn.Module, int]] = []  # modules in forward, and the count when they began
-        self._stance: Any = None
 
     @property
     def flops(self) -> int:
@@ -63,7 +79,7 @@ class ForwardProfile:
     def start(self) -> None:
         """Begin, from zero. Compiled code runs uncompiled until :meth:`stop`: its operations could not be counted."""
         self.stop()
-        self._stance = torch.compiler.set_stance("force_eager")
+        _force_eager(self)
         self._flops, self.seconds = Counter[nn.Module](), 0.0
         for module in self.model.modules():
             self._hooks.append(module.register_forward_pre_hook(self._enter))
@@ -76,9 +92,7 @@ class ForwardProfile:
         self._hooks = []
         while self._stack:  # within a forward, or in one that was interrupted, which calls no hooks
             self._leave()
-        if self._stance is not None:
-            self._stance.__exit__(None, None, None)
-            self._stance = None
+        _release_eager(self)
 
     def _enter(self, module: nn.Module, args: Any) -> None:  # noqa: ARG002
         if not self._stack:
