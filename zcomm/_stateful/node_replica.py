@@ -27,7 +27,6 @@ from zcomm._formats.message import MessageInfo
 from zcomm._formats.philox import RandomKey
 from zcomm._residuals.buffer_layout import as_shard_sizes
 from zcomm._stateful.delta_gather import DeltaGather
-from zcomm._stateful.exact_changes import SentChanges
 from zcomm._stateful.uneven_state import check_own_size
 from zcomm._transport import backend
 from zcomm._transport.debug import compare_calls
@@ -100,12 +99,6 @@ class NodeReplica:
         """What every node holds of this rank's shard, [n]. Waits for an update in flight."""
         self.wait()
         return self._delta.held
-
-    @property
-    def sent_changes(self) -> SentChanges:
-        """As :attr:`zcomm.DeltaGather.sent_changes`. Waits for an update in flight."""
-        self.wait()
-        return self._delta.sent_changes
 
     @property
     def nbytes(self) -> int:

@@ -264,6 +264,7 @@ def exchange_parts(
     *,
     operation: str = UNEVEN,
     sizes: Sequence[int] = (),
+    used: int | None = None,
 ) -> Pending | None:
     """Start sending contiguous ``sent[i]`` to rank i; ``received[j]`` comes from rank j. Empty parts are not sent.
 
@@ -279,6 +280,8 @@ def exchange_parts(
         operation: UNEVEN, or UNEVEN_GATHER: rank i sends ``sizes[i]`` bytes to every other rank, or UNEVEN_SCATTER: it
             receives so many from every other rank.
         sizes: The same on all ranks of the hop. With them the watch can complete the exchange.
+        used: Tagged sends are of the first ``used`` bytes of each part, and leave the rest of what receives them as it
+            is. Checksums are of whole parts: with ZCOMM_CHECK=1 both must have zeros there. None: of all.
     """
     received, sent = [_bytes(part) for part in received], [_bytes(part) for part in sent]
     if hop.group is None:
@@ -301,15 +304,22 @@ def exchange_parts(
         call = hop.log.number_pair(call)
     number = hop.log.start(call, info.format)
     with failing(operation, hop.group, hop.log.departed):
-        pending = _exchange_parts(received, sent, hop, number, call, info)
+        pending = _exchange_parts(received, sent, hop, number, call, info, used)
     return TrackedWork(_named(pending, hop, info), hop.log, number, hop.group)
 
 
 def _exchange_parts(
-    received: Sequence[Tensor], sent: Sequence[Tensor], hop: Hop, number: int, call: CollectiveCall, info: MessageInfo
+    received: Sequence[Tensor],
+    sent: Sequence[Tensor],
+    hop: Hop,
+    number: int,
+    call: CollectiveCall,
+    info: MessageInfo,
+    used: int | None = None,
 ) -> Pending:
     if hop.is_tagged(sent[0].device.type):
-        pending: Pending = _send_and_receive(received, sent, hop, tag_of(number, call), some_are_empty=True)
+        short = sent if used is None else [part[:used] for part in sent]
+        pending: Pending = _send_and_receive(received, short, hop, tag_of(number, call), some_are_empty=True)
     else:
         pending = cast(Pending, dist.all_to_all(received, sent, group=hop.group, async_op=True))
     if env.is_set("ZCOMM_CHECK"):
