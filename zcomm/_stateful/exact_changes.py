@@ -92,14 +92,14 @@ class ExactReplica(UnevenReplica):
     ) -> Generator[Pending | None, None, dict[int, Tensor]]:
         """Send the first ``used`` bytes of ``mine``; the messages of ``groups[i]`` come from rank i of hop ``hop``."""
         over, _ = self._shards.route.hops[hop]
-        new, sizes = torch.empty, [sum(self._room[row] for row in rows) for rows in groups]
-        if env.is_set("ZCOMM_CHECK") or not over.is_tagged("cpu"):
-            new = torch.zeros  # checksums are of all of the room
-            mine[used:].zero_()
+        sizes = [sum(self._room[row] for row in rows) for rows in groups]
+        received = [torch.empty(n if rank != over.rank else 0, dtype=torch.uint8) for rank, n in enumerate(sizes)]
+        if env.is_set("ZCOMM_CHECK") or not over.is_tagged("cpu"):  # checksums are of all of the room
+            for part in (mine[used:], *received):
+                part.zero_()
         info = MessageInfo(self._shards.route.operation, EXACT, self._shards.numel(groups[over.rank]))
         if used:
             backend.count(over, info, used if over.is_tagged("cpu") else mine.nbytes)
-        received = [new(size if rank != over.rank else 0, dtype=torch.uint8) for rank, size in enumerate(sizes)]
         sent = [mine if rank != over.rank else mine[:0] for rank in range(over.size)]
         # The same on the hops of all nodes, as the tags of paired hops are equal.
         yield backend.exchange_parts(
