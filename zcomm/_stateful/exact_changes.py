@@ -4,7 +4,7 @@
 
 The coder is :mod:`zcomm._kernels.ulps`. Its messages are as long as the change is rich, which only the sender knows. So
 each rank receives into room for the longest possible message, and the head of what arrives has its length: gloo's
-receives take shorter messages, and leave the rest of their memory as it is. Other process groups send all of the room.
+receives over TCP take shorter messages, and leave the rest of their memory as it is. Elsewhere all of the room is sent.
 
 Invariants:
     O1  The room of a row follows from its elements: equal on all ranks without an agreement.
@@ -94,12 +94,13 @@ class ExactReplica(UnevenReplica):
         over, _ = self._shards.route.hops[hop]
         sizes = [sum(self._room[row] for row in rows) for rows in groups]
         received = [torch.empty(n if rank != over.rank else 0, dtype=torch.uint8) for rank, n in enumerate(sizes)]
-        if env.is_set("ZCOMM_CHECK") or not over.is_tagged("cpu"):  # checksums are of all of the room
+        if env.is_set("ZCOMM_CHECK") or not over.takes_shorter:  # checksums are of all of the room
             for part in (mine[used:], *received):
                 part.zero_()
+        used = used if over.takes_shorter else mine.numel()
         info = MessageInfo(self._shards.route.operation, EXACT, self._shards.numel(groups[over.rank]))
         if used:
-            backend.count(over, info, used if over.is_tagged("cpu") else mine.nbytes)
+            backend.count(over, info, used)
         sent = [mine if rank != over.rank else mine[:0] for rank in range(over.size)]
         # The same on the hops of all nodes, as the tags of paired hops are equal.
         yield backend.exchange_parts(

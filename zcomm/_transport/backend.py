@@ -13,6 +13,7 @@ is synchronous: it completes before the call returns.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -91,6 +92,11 @@ class Hop:
     def is_tagged(self, device_type: str) -> bool:
         """Whether tensors on ``device_type`` are exchanged by tagged sends and receives."""
         return device_type == "cpu" and "gloo" in self.backend
+
+    @property
+    def takes_shorter(self) -> bool:
+        """Whether less may be sent than the receive on a CPU has room for. gloo's TCP does it, libuv waits for all."""
+        return self.is_tagged("cpu") and sys.platform == "linux"
 
     def paired_with(self, other: Hop) -> Hop:
         return replace(self, paired=other)
@@ -280,8 +286,8 @@ def exchange_parts(
         operation: UNEVEN, or UNEVEN_GATHER: rank i sends ``sizes[i]`` bytes to every other rank, or UNEVEN_SCATTER: it
             receives so many from every other rank.
         sizes: The same on all ranks of the hop. With them the watch can complete the exchange.
-        used: Tagged sends are of the first ``used`` bytes of each part, and leave the rest of what receives them as it
-            is. Checksums are of whole parts: with ZCOMM_CHECK=1 both must have zeros there. None: of all.
+        used: Send the first so many bytes of each part, and leave the rest of what receives them as it is; only if the
+            hop :attr:`~Hop.takes_shorter`. Checksums are of whole parts: with ZCOMM_CHECK=1 both must have zeros there.
     """
     received, sent = [_bytes(part) for part in received], [_bytes(part) for part in sent]
     if hop.group is None:
