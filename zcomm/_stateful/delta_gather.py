@@ -34,8 +34,8 @@ from zcomm._collectives.encoder import Encoder, check_random
 from zcomm._formats.formats import FORMATS, Format, codec_for, get_format
 from zcomm._formats.philox import RandomKey
 from zcomm._kernels import kernels
-from zcomm._stateful.exact_changes import EXACT, ExactReplica, SentChanges
-from zcomm._stateful.uneven_state import UnevenReplica, apart
+from zcomm._stateful.exact_changes import EXACT, ExactReplica
+from zcomm._stateful.uneven_state import SentChanges, UnevenReplica, apart
 from zcomm._transport.chunks import chunks_of, pipelined
 from zcomm._transport.route import Group, Route, check_apart, check_arguments, check_flat, find_route, rows_of
 from zcomm._transport.topology import Numbering, Topology
@@ -115,7 +115,7 @@ class DeltaGather:
     @property
     def sent_changes(self) -> SentChanges:
         """What exact changes have cost so far: bytes of content and of capacity, and second exchanges."""
-        return self._uneven.sent if isinstance(self._uneven, ExactReplica) else SentChanges()
+        return SentChanges() if self._uneven is None else self._uneven.sent
 
     def refresh(self, shard: Tensor, *, async_op: bool = False) -> Work | None:
         """Send ``shard`` itself, rounded to the replica's dtype. Collective.

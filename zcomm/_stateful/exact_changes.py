@@ -22,7 +22,6 @@ format.
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,7 +30,7 @@ from zcomm._base.pending import Pending
 from zcomm._collectives.encoder import Encoder
 from zcomm._formats.message import MessageInfo
 from zcomm._kernels import ulps
-from zcomm._stateful.uneven_state import UnevenReplica
+from zcomm._stateful.uneven_state import SentChanges, UnevenReplica
 from zcomm._transport import backend
 from zcomm._transport.backend import UNEVEN_GATHER
 from zcomm._transport.route import Route
@@ -48,17 +47,6 @@ MARGIN = 1 / 80
 """By how much a capacity exceeds the expected length. A test bounds what is unused, with ALIGN, to 2 %."""
 ALIGN = 16
 """Capacities in bytes are multiples of it."""
-
-
-class SentChanges(NamedTuple):
-    """What was sent so far: to each receiver, by this rank."""
-
-    content: int = 0
-    """Bytes of messages."""
-    capacity: int = 0
-    """Bytes that were sent for them, with unused capacity."""
-    second_exchanges: int = 0
-    """Exchanges of what did not fit."""
 
 
 class ExactReplica(UnevenReplica):

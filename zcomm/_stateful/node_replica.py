@@ -27,8 +27,7 @@ from zcomm._formats.message import MessageInfo
 from zcomm._formats.philox import RandomKey
 from zcomm._residuals.buffer_layout import as_shard_sizes
 from zcomm._stateful.delta_gather import DeltaGather
-from zcomm._stateful.exact_changes import SentChanges
-from zcomm._stateful.uneven_state import check_own_size
+from zcomm._stateful.uneven_state import SentChanges, check_own_size
 from zcomm._transport import backend
 from zcomm._transport.debug import compare_calls
 from zcomm._transport.route import check_flat, check_topology, intra_hop, rows_of
