@@ -23,7 +23,7 @@ from datetime import timedelta
 from functools import cache
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,7 @@ from zcomm._base import env
 from zcomm._transport import backend_choice
 from zcomm._transport.nccl_communicators import close_communicators
 
+Result = TypeVar("Result")
 TIMEOUT_S = int(os.environ.get("ZCOMM_TEST_TIMEOUT_S", "240"))
 """The timeout of one call: long enough that only a deadlock reaches it, even on a busy machine."""
 AFTER_FAILURE_S = 5
@@ -148,6 +149,15 @@ def topology(ranks_per_node: int) -> Topology:
 
 _TOPOLOGIES: list[Topology] = []
 """Closed with their communicators when the rank ends."""
+
+
+def by_first_rank(compute: Callable[[], Result]) -> Result:
+    """On a rank: what ``compute`` returns on the first rank. Collective: an oracle need not run on every rank."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return compute()
+    found = [compute() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(found)
+    return cast("Result", found[0])
 
 
 @cache

@@ -242,14 +242,21 @@ def train(
     model: Mapping[str, Any] | None = None,
     loop: Mapping[str, Any] | None = None,
     inner: Any = torch.optim.AdamW,
+    ends_with_forward: bool = False,
     **options: Any,
 ) -> None:
-    """Train with a ZeroOptimizer and ``options``."""
+    """Train with a ZeroOptimizer and ``options``.
+
+    ``ends_with_forward``: it waits for the last exchanges. Exact changes start a second one when the first is there.
+    """
     built, loop = new_model(place, **(model or {})), loop or {}
     with hashes.traffic():
         optimizer = zero_optimizer(built, place, inner, gradient_accumulation_steps=loop.get("num_micro", 1), **options)
         for step in range(STEPS):
             take_step(built, optimizer, place, hashes, step, **loop)
+        if ends_with_forward:
+            with torch.no_grad():
+                hashes.add("losses", built(*batch(place, STEPS)).item())
     collect(built, optimizer, hashes)
     optimizer.close()
 
@@ -470,7 +477,8 @@ def _compressed() -> Iterable[tuple[str, Run | Then]]:
     for stage in (1, 2):
         yield f"delta-stage{stage}", partial(plus, stage=stage, mode="delta", gradient_format="int4")
     for stage, mode in ((1, "delta"), (3, "delta_hpz")):
-        yield f"exact-changes-stage{stage}", partial(plus, stage=stage, mode=mode, changes="exact")
+        exact = {"mode": mode, "changes": "exact", "ends_with_forward": True}
+        yield f"exact-changes-stage{stage}", partial(plus, stage=stage, **exact)
     yield "delta_hpz", partial(plus, mode="delta_hpz")
     yield "delta_hpz-accumulation2", partial(plus, mode="delta_hpz", loop={"num_micro": 2})
     yield (

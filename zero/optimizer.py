@@ -40,10 +40,10 @@ from zero._config.resolved import ResolvedConfig, choose_topology
 from zero._config.settings import Effective
 from zero._model.cast import cast
 from zero._model.leaf_modules import set_configured
-from zero._optim.cpu_optimizer_base import CPUOptimizer
 from zero._optim.host_adam import build_updater
 from zero._optim.loss_scale import LossScale, loss_scale_of, not_scaled
 from zero._optim.masters import GivenOptimizer, as_groups, build_pieces
+from zero._optim.updaters import updater_of
 from zero._ranks.collective_calls import calling_over, collective_methods
 from zero._ranks.distributed import DataParallel, data_parallel
 from zero._ranks.model_parallel import ModelParallel
@@ -151,8 +151,8 @@ class ZeroOptimizer(Optimizer):
             with self._runtime.gathered(self._runtime.buckets):  # the model stays full
                 self._runtime.close()
             raise
-        rounds_means = isinstance(self._inner, CPUOptimizer)
-        self._gradients = FinalGradients(self._runtime, self._pieces, rounds_means=rounds_means)
+        is_fused = updater_of(self._inner).is_fused
+        self._gradients = FinalGradients(self._runtime, self._pieces, rounds_means=is_fused)
         self._update = Update(self._runtime, self._inner, self._pieces, self._gradients)
         # GradScaler looks for infinities in the gradients of all parameters, so it finds those of other ranks here.
         self._inner.param_groups[0]["params"].append(self._gradients.flag)

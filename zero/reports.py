@@ -110,6 +110,11 @@ class Reports:
 
     def _show_profile(self, profile: ForwardProfile) -> None:
         asked = self._config.flops_profiler
+        if not profile.seconds:
+            logger.warning(
+                "flops_profiler: step %d called no forward of the engine: none is counted", asked.profile_step
+            )
+            return
         text = profile.text(asked.profile_step, asked.module_depth, asked.top_modules, detailed=asked.detailed)
         if asked.output_file is None:
             logger.info("%s", text)

@@ -5,11 +5,13 @@ No zero, no zcomm, no communication: every rank can compute every rank's data fr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
+
+from tests.ranks import by_first_rank
 
 VOCAB, HIDDEN, LENGTH, MICRO_BATCH = 37, 24, 6, 2
 
@@ -88,20 +90,36 @@ def train_plain(
     max_norm: float | None = None,
     after_step: Callable[[], None] | None = None,
 ) -> list[float]:
-    """The oracle: one process with all ranks' micro-batches as one batch. Returns gradient norms before clipping."""
-    norms = []
-    for step in range(steps):
-        for micro in range(num_micro):
-            parts = [batch(step, micro, rank) for rank in range(world_size)]
-            tokens, targets = (torch.cat(column) for column in zip(*parts, strict=True))
-            (loss_of(model, tokens, targets) / num_micro).backward()
-        if max_norm is not None:
-            norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm).item())
-        optimizer.step()
-        optimizer.zero_grad()
-        if after_step is not None:
-            after_step()
+    """The oracle: one process with all ranks' micro-batches as one batch. Returns gradient norms before clipping.
+
+    Without ``after_step`` only the first rank has the state of ``optimizer`` afterwards.
+    """
+
+    def train() -> tuple[list[float], list[Tensor]]:
+        norms = []
+        for step in range(steps):
+            for micro in range(num_micro):
+                parts = [batch(step, micro, rank) for rank in range(world_size)]
+                tokens, targets = (torch.cat(column) for column in zip(*parts, strict=True))
+                (loss_of(model, tokens, targets) / num_micro).backward()
+            if max_norm is not None:
+                norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm).item())
+            optimizer.step()
+            optimizer.zero_grad()
+            if after_step is not None:
+                after_step()
+        return norms, [param.detach() for param in model.parameters()]
+
+    norms, values = by_first_rank(train) if after_step is None else train()
+    set_values(model, values)
     return norms
+
+
+@torch.no_grad()
+def set_values(model: nn.Module, values: Sequence[Tensor]) -> None:
+    """Give every parameter of ``model`` its value."""
+    for param, value in zip(model.parameters(), values, strict=True):
+        param.copy_(value)
 
 
 def as_vector(params: Iterable[Tensor]) -> Tensor:

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -202,6 +203,25 @@ def test_the_section_writes_the_last_forward_of_a_step(door: str, tmp_path: Path
         first, second = path.read_text().splitlines()
         assert first.startswith("Flops profiler, step 1: 212  parameters, forward: 960 MACs, ")
         assert second == "depth 0, top 1: Sequential 960 MACs"
+
+
+def _check_no_forward(rank: int, path: str) -> None:
+    config = {
+        "train_micro_batch_size_per_gpu": 5, "zero_optimization": {"stage": 2},
+        "optimizer": {"type": "AdamW"}, "flops_profiler": {"enabled": True, "profile_step": 1, "output_file": path},
+    }  # fmt: skip
+    engine = zero.initialize(model=_model(), config=config)[0]
+    with patch.object(logging.getLogger("zero"), "warning") as warned:
+        for _ in range(3):
+            engine.backward(engine.module(torch.ones(5, 8)).sum())
+            engine.step()
+    assert [call.args[1] for call in warned.call_args_list if "no forward" in call.args[0]] == [1] * (rank == 0)
+    engine.destroy()
+
+
+def test_a_step_without_a_forward_of_the_engine_is_no_profile_of_zeros(tmp_path: Path) -> None:
+    run_ranks(2, _check_no_forward, str(tmp_path / "profile"))
+    assert not (tmp_path / "profile").exists()
 
 
 def test_configurations_derive_from_the_base_class() -> None:

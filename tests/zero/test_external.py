@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import dropout, gelu, linear
 from torch.utils.checkpoint import checkpoint
 
-from tests.ranks import run_ranks
+from tests.ranks import by_first_rank, run_ranks
 from tests.zero.training import full_values, zero_optimizer
 from zcomm import StateError
 from zero import GatheredParameters, Init, register_external_parameter, unregister_external_parameter
@@ -109,7 +109,7 @@ def _train_plain(world_size: int) -> dict[str, Tensor]:
 
 
 def _check_equals_plain(rank: int, is_built_sharded: bool) -> None:  # noqa: FBT001
-    expected = _train_plain(2)
+    expected = by_first_rank(lambda: _train_plain(2))
     for registers in (True, False):
         for checkpoints in (True, False):
             torch.manual_seed(0)

@@ -14,7 +14,7 @@ from tests.ranks import run_ranks
 from tests.zero.models import TinyGPT, as_vector, batch, loss_of, new_model, relative_error
 from tests.zero.training import assert_same_bits, full_values, zero_optimizer
 from zcomm import ConfigError, StateError
-from zero import CPUAdam, ZeroOptimizer
+from zero import CPUAdam, ZeroOptimizer, utils
 from zero._optim.loss_scale import DynamicLossScale, StaticLossScale
 
 
@@ -224,6 +224,24 @@ def _check_bf16_skips(rank: int) -> None:
 
 def test_bf16_skips_a_step_that_overflows_if_asked() -> None:
     run_ranks(2, _check_bf16_skips)
+
+
+def _check_units(rank: int, stage: int) -> None:
+    plain, model = new_model(), new_model(torch.float16)
+    with zero_optimizer(model, stage=stage, fp16={"enabled": True, "loss_scale": 64}) as optimizer:
+        optimizer.scale(loss_of(model, *batch(0, 0, rank))).backward()
+        for each in range(2):
+            (loss_of(plain, *batch(0, 0, each)) / 2).backward()
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            got = utils.safe_get_full_grad(ours)
+            assert got is not None
+            assert theirs.grad is not None
+            assert (got / 64 - theirs.grad).norm() <= 0.02 * theirs.grad.norm()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_gradients_are_multiplied_by_the_scale_before_a_step(stage: int) -> None:
+    run_ranks(2, _check_units, stage)
 
 
 def _check_misuse(rank: int) -> None:

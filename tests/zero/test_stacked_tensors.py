@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,7 +20,7 @@ from torch.optim import SGD, AdamW, Optimizer
 import zcomm
 import zero
 from tests.covering import covering_set
-from tests.ranks import run_ranks, topology
+from tests.ranks import by_first_rank, run_ranks, topology
 from tests.rotation import DAY
 from tests.zero.models import as_vector, relative_error
 from tests.zero.test_delta_hpz import EXACT
@@ -164,7 +165,7 @@ def _spreading(*, is_spread: bool) -> Any:
 def _check_cases(rank: int, cases: list[dict[str, Any]], per_node: int, folder: str) -> None:
     world_size = torch.distributed.get_world_size()
     for case in cases:
-        expected = _expected(case["optimizer"], world_size, case["num_micro"])
+        expected = by_first_rank(partial(_expected, case["optimizer"], world_size, case["num_micro"]))
         with zero.Init() if case["is_built"] else nullcontext():
             model = Stacks().double()
         for name, parts in FUSED.items():

@@ -113,6 +113,21 @@ def _train(model: nn.Module, optimizer: Any, steps: range) -> list[float]:
     return losses
 
 
+def test_parts_that_do_not_fit_are_no_state() -> None:
+    subclass_states.allow(Coded.of(torch.ones(2 * BLOCK)))
+    parts = subclass_states.apart(Coded.of(torch.ones(2 * BLOCK)))
+    assert torch.equal(subclass_states.joined(parts).floats(), torch.ones(2 * BLOCK))
+    tensors = parts["tensors"]
+    for damage in (
+        {"shape": [BLOCK]},
+        {"tensors": {"codes": tensors["codes"]}},
+        {"tensors": {**tensors, "more": tensors["codes"]}},
+        {"context": None, "tensors": {**tensors, "scales": None}},
+    ):
+        with pytest.raises(CheckpointError, match=r"Coded (do not fit together|has other parts)"):
+            subclass_states.joined({**parts, **damage})
+
+
 NAMES = ["", "torchao.optim.AdamW8bit", "torchao.optim.Adam4bit", "bitsandbytes.optim.AdamW8bit"]
 
 

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -55,18 +56,25 @@ def _options(case: dict[str, Any], folder: str) -> dict[str, Any]:
     return options
 
 
+@cache
+def _expected(optimizer: str, num_micro: int, has_frozen: bool) -> Tensor:  # noqa: FBT001
+    model, world_size = new_model(torch.float64, has_frozen=has_frozen), torch.distributed.get_world_size()
+    train_plainly(model, BUILDERS[optimizer](model), world_size=world_size, steps=range(STEPS), num_micro=num_micro)
+    return as_vector(model.parameters())
+
+
 def _check_cases(rank: int, cases: list[dict[str, Any]], per_node: int, folder: str) -> None:
-    world_size = torch.distributed.get_world_size()
     for case in cases:
-        expected = new_model(torch.float64, has_frozen=case["has_frozen"])
-        build = BUILDERS[case["optimizer"]]
-        train_plainly(expected, build(expected), world_size=world_size, steps=range(STEPS), num_micro=case["num_micro"])
+        build, expected = (
+            BUILDERS[case["optimizer"]],
+            _expected(case["optimizer"], case["num_micro"], case["has_frozen"]),
+        )
         with Init() if case["is_built"] else nullcontext():
             model = new_model(torch.float64, has_frozen=case["has_frozen"])
         with zero_optimizer(model, build(model), ranks_per_node=per_node, **_options(case, folder)) as optimizer:
             train(model, optimizer, rank, steps=STEPS, num_micro=case["num_micro"])
             got = as_vector(full_values(model).values())
-        error = (got - as_vector(dict(expected.named_parameters()).values())).abs().max().item()
+        error = (got - expected).abs().max().item()
         assert error < 1e-10, f"{case}: {error}"
         digests = zcomm.control.gather_float64(got, topology(per_node))
         assert (digests == digests[0]).all(), f"{case}: ranks differ"

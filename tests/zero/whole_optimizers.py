@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from tests.zero.models import batch, loss_of
+from tests.ranks import by_first_rank
+from tests.zero.models import batch, loss_of, set_values
 from zero import Lamb
 
 __all__ = ["BUILDERS", "WideMuon", "matrices_and_others", "train_plainly"]
@@ -84,11 +85,16 @@ BUILDERS: dict[str, Callable[[nn.Module], list[Optimizer]]] = {
 def train_plainly(
     model: nn.Module, optimizers: Sequence[Optimizer], *, world_size: int, steps: range, num_micro: int = 1
 ) -> None:
-    """The oracle: one process, with the batches of all ranks."""
-    for step in steps:
-        for micro in range(num_micro):
-            for rank in range(world_size):
-                (loss_of(model, *batch(step, micro, rank)) / num_micro / world_size).backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+    """The oracle: one process, with the batches of all ranks. Only the first rank has the optimizers' states."""
+
+    def train() -> list[Tensor]:
+        for step in steps:
+            for micro in range(num_micro):
+                for rank in range(world_size):
+                    (loss_of(model, *batch(step, micro, rank)) / num_micro / world_size).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        return [param.detach() for param in model.parameters()]
+
+    set_values(model, by_first_rank(train))

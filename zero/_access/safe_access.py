@@ -197,7 +197,10 @@ def _mean_so_far(location: ParameterLocation) -> Tensor | None:
 
 @collective("param", of=_topology_of)
 def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
-    """Return the full averaged gradient of ``param``. Collective."""
+    """Return the full averaged gradient of ``param``. Collective.
+
+    With fp16 it is multiplied by the loss scale, as ``param.grad`` is before a step: ``optimizer.loss_scale.scale``.
+    """
     if (location := _locate(param)) is None:
         return None
     location.runtime.check_not_suspended()
@@ -211,7 +214,7 @@ def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
 def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
     """Return this rank's part of the averaged gradient of ``param``, a flat copy.
 
-    Collective: the ranks agree on whether there is a gradient.
+    Collective: the ranks agree on whether there is a gradient. Loss scale: see :func:`safe_get_full_grad`.
     """
     if (location := _locate(param)) is None:
         return None

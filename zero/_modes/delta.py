@@ -12,10 +12,12 @@ same bits. It costs a copy of this rank's shard. Shards of whole tensors (Muon) 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from zcomm import DeltaGather, Work
-from zero._gather.gather_sources import DeltaReceiver, GatherOptions
+from zero._gather.gather_sources import BucketSources, GatherOptions, Primary
 from zero._modes.deltas import DeltaMode
 from zero._modes.mode import MemoryShape
 from zero._sharding.bucket import Bucket
@@ -31,8 +33,10 @@ class Delta(DeltaMode):
     def text(self, changes: str) -> str:
         return f"deltas of parameters as {changes}"
 
-    def receiver(self, bucket: Bucket, source: object, options: GatherOptions, format: str) -> DeltaReceiver | None:
-        return None if bucket.is_persistent or not bucket.is_trainable else FullReplica(bucket, options, format)
+    def sources_of(self, buckets: Sequence[Bucket], options: GatherOptions, format: str) -> BucketSources:
+        trained = [bucket for bucket in buckets if bucket.is_trainable and not bucket.is_persistent]
+        replicas = {bucket.index: FullReplica(bucket, options, format) for bucket in trained}
+        return BucketSources(options, [Primary(bucket, options) for bucket in buckets], replicas)
 
     def memory(self, shape: MemoryShape) -> dict[str, float]:
         return {"parameters": shape.param_nbytes * shape.trainable}

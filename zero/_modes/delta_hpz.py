@@ -36,10 +36,10 @@ from torch import Tensor
 from zcomm import LayoutError, NodeReplica, NodeSums, Residual, Span, Topology, Work
 from zcomm._residuals.grad_scaler import UserLossScale
 from zero._config.settings import UNQUANTIZED, Effective, ZeroSettings
-from zero._gather.gather_sources import DeltaReceiver, GatherOptions, ParameterSource, Primary
+from zero._gather.gather_sources import BucketSources, GatherOptions, Primary
 from zero._gradients.bucket_gradients import BucketGrads
 from zero._gradients.bucket_reduce_scatter import GradientReduceScatter
-from zero._modes.deltas import CHANGE_FORMAT, DeltaMode
+from zero._modes.deltas import DeltaMode
 from zero._modes.mode import MemoryShape, StepSchedule
 from zero._sharding.bucket import Bucket
 from zero._sharding.layout import Slot
@@ -81,11 +81,14 @@ class DeltaHpz(DeltaMode):
     def text(self, changes: str) -> str:
         return f"replicas in every node (delta-hpZ), their deltas as {changes}"
 
-    def source(self, bucket: Bucket, primary: Primary, options: GatherOptions, effective: Effective) -> ParameterSource:
-        return Replica(bucket, options, effective.change_format or CHANGE_FORMAT, primary.exchanges)
-
-    def receiver(self, bucket: Bucket, source: object, options: GatherOptions, format: str) -> DeltaReceiver | None:
-        return source if isinstance(source, Replica) else None
+    def sources_of(self, buckets: Sequence[Bucket], options: GatherOptions, format: str) -> BucketSources:
+        primary = [Primary(bucket, options) for bucket in buckets]
+        replicas = {
+            bucket.index: Replica(bucket, options, format, source.exchanges)
+            for bucket, source in zip(buckets, primary, strict=True)
+            if not bucket.is_persistent
+        }
+        return BucketSources(options, [replicas.get(b.index, primary[i]) for i, b in enumerate(buckets)], replicas)
 
     def reduction(self, topology: Topology, settings: ZeroSettings, effective: Effective) -> GradientReduceScatter:
         return NodeSumReduction(topology, settings, effective)

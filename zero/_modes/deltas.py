@@ -10,7 +10,7 @@ import torch
 from zcomm import ConfigError, LayoutError, Topology, get_format
 from zero._config.setting_keys import EXACT
 from zero._config.settings import Effective, ZeroSettings, resolve
-from zero._gather.gather_sources import BucketSources, DeltaReceiver, GatherOptions
+from zero._gather.gather_sources import BucketSources, GatherOptions
 from zero._modes.mode import Mode
 from zero._sharding.bucket import Bucket
 
@@ -73,13 +73,10 @@ class DeltaMode(Mode):
     def sources(self, buckets: Sequence[Bucket], options: GatherOptions, effective: Effective) -> BucketSources:
         if effective.sends_exact_changes:
             _check_exact(buckets)
-        sources = super().sources(buckets, options, effective).sources
-        changes = effective.change_format or CHANGE_FORMAT
-        made = {b.index: self.receiver(b, s, options, changes) for b, s in zip(buckets, sources, strict=True)}
-        return BucketSources(options, sources, {i: receiver for i, receiver in made.items() if receiver is not None})
+        return self.sources_of(buckets, options, effective.change_format or CHANGE_FORMAT)
 
-    def receiver(self, bucket: Bucket, source: object, options: GatherOptions, format: str) -> DeltaReceiver | None:
-        """What the deltas of ``bucket`` are added to; None: its parameters themselves are sent."""
+    def sources_of(self, buckets: Sequence[Bucket], options: GatherOptions, format: str) -> BucketSources:
+        """Where parameters come from, and what their deltas, in ``format``, are added to."""
         raise NotImplementedError
 
 

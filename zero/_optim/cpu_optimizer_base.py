@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Any, ClassVar
@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from zcomm import ConfigError, StateError
 from zcomm._formats.philox import Draw
 from zcomm._kernels import kernels
+from zero._optim.updaters import Updater
 from zero._sharding.released import is_released
 from zero._storage.poison import is_placeholder
 
@@ -100,6 +101,48 @@ def _address(array: Tensor | None) -> int:
     return 0 if array is None else array.data_ptr()
 
 
+class FusedUpdater(Updater):
+    """Updates each tensor in one pass, by ``CPUOptimizer.step_tensor_``."""
+
+    is_fused = True
+    optimizer: CPUOptimizer
+
+    def __init__(self, optimizer: CPUOptimizer) -> None:
+        super().__init__(optimizer)
+        self.moments, self.moment_dtype = optimizer.moments, optimizer.moment_dtype
+        self.stands_for = optimizer.stands_for
+
+    def check_placement(self, device: torch.device, dtypes: Sequence[torch.dtype]) -> None:
+        name = type(self.optimizer).__name__
+        if device.type != "cpu":
+            raise ConfigError(
+                f"zero.{name} updates host memory only, and masters are on {device}: offload them all "
+                '(offload_optimizer={"device": "cpu"}, ratio 1), or use an optimizer of torch.optim'
+            )
+        if torch.float64 in dtypes:
+            raise ConfigError(
+                f"zero.{name} updates in float32: parameters are float64; use an optimizer of torch.optim"
+            )
+
+    def prepare(self, master: Tensor, grad: Tensor | None, factor: float) -> list[Tensor]:  # noqa: ARG002
+        return []
+
+    def finish(
+        self,
+        master: Tensor,
+        grad: Tensor | None,
+        group: dict[str, Any],
+        *,
+        factor: float,
+        out: Tensor | None,
+        place: tuple[int, int] | None = None,
+    ) -> None:
+        if grad is None:
+            super().finish(master, grad, group, factor=factor, out=out)
+        else:
+            self.optimizer.step_tensor_(master, grad, group, grad_factor=factor, out=out, place=place)
+
+
 class CPUOptimizer(Optimizer, ABC):
     """A torch optimizer over contiguous CPU parameters in float32, bfloat16 or float16.
 
@@ -114,6 +157,7 @@ class CPUOptimizer(Optimizer, ABC):
 
     moments: ClassVar[tuple[str, ...]] = ()
     """State names of the rule's moments, in its order."""
+    updater_class: ClassVar[type[Updater]] = FusedUpdater
     stands_for: str = ""
     """The optimizer that the user gave, if this one replaces it."""
 

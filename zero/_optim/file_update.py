@@ -16,12 +16,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zcomm import StateError
-from zero._optim.cpu_optimizer_base import CPUOptimizer
 from zero._optim.masters import MasterPiece, is_elementwise, pieces_by_bucket
-from zero._optim.several import name_of, optimizers_of, owners_of_groups
+from zero._optim.several import name_of, optimizers_of
 from zero._optim.state_files import LoadedSubGroup, StateFiles
-from zero._optim.step_pieces import numbers_of_groups, step_leaves, widened
+from zero._optim.step_pieces import numbers_of_groups, step_leaves
 from zero._optim.sub_groups import SubGroup, new_pipeline
+from zero._optim.updaters import updater_of, updaters_of_groups
 from zero._storage.poison import placeholder
 
 
@@ -48,7 +48,7 @@ class FileUpdate:
         self.keeps_previous = files.settings.keeps_previous
         """Whether the files keep the previous values until a run is committed."""
         self._number_of: dict[int, int] = {}
-        self._group_of = numbers_of_groups(inner)
+        self._group_of, self._updaters = numbers_of_groups(inner), updaters_of_groups(inner)
         self._done: list[SubGroup] = []
         self._states: dict[int, dict[str, Any]] = {}
 
@@ -156,29 +156,25 @@ class FileUpdate:
         }
 
     def _step(self, parts: list[LoadedMaster], factor: float) -> None:
-        inner, owners, others = self._inner, owners_of_groups(self._inner), list[LoadedMaster]()
+        inner = self._inner
         leaves: dict[int, list[Tensor]] = defaultdict(list)
         for part in parts:
-            leaf = id(part.piece.master)
-            number = self._group_of[leaf]
-            group, place = inner.param_groups[number], (self._number_of[leaf], part.first)
-            if isinstance(own := owners[number], CPUOptimizer):
-                own.step_tensor_(part.master, part.grad, group, grad_factor=factor, out=part.out, place=place)
-                continue
-            part.master.grad = widened(part.grad, part.master, factor)
-            leaves[number].append(part.master)
-            others.append(part)
-        if not isinstance(inner, CPUOptimizer):
+            number = self._group_of[id(part.piece.master)]
+            leaves[number] += self._updaters[number].prepare(part.master, part.grad, factor)
+        if not updater_of(inner).is_fused:
             step_leaves(inner, leaves)
-        for part in others:
+        for part in parts:
+            leaf = id(part.piece.master)
+            number, place = self._group_of[leaf], (self._number_of[leaf], part.first)
             part.master.grad = None
-            part.out.copy_(part.master)
+            self._updaters[number].finish(
+                part.master, part.grad, inner.param_groups[number], factor=factor, out=part.out, place=place
+            )
 
     def _keep_state(self, part: LoadedMaster, state: Mapping[str, Any]) -> None:
         """Copy moments to the buffer that is written; keep the rest for the commit."""
         kept: dict[str, Any] = {}
-        owner = owners_of_groups(self._inner)[self._group_of[id(part.piece.master)]]
-        named = owner.moments if isinstance(owner, CPUOptimizer) else ()
+        named = self._updaters[self._group_of[id(part.piece.master)]].moments
         for name, value in state.items():
             if name in part.moments:
                 if value.data_ptr() != part.moments[name].data_ptr():

@@ -25,10 +25,10 @@ from torch import Tensor
 from torch.optim import Adam, AdamW, Optimizer
 
 from zero._config.resolved import ResolvedConfig
-from zero._optim.cpu_optimizer_base import CPUOptimizer
 from zero._optim.cpu_optimizers import CPUAdam
 from zero._optim.masters import GivenOptimizer, Groups, MasterPiece, build_inner
 from zero._optim.several import Several, optimizers_of
+from zero._optim.updaters import updater_of
 from zero._sharding.bucket import Bucket
 
 
@@ -74,8 +74,8 @@ def describe_update(inner: Optimizer) -> str:
     if isinstance(inner, Several):
         return " and ".join(map(describe_update, inner.optimizers))
     text = f"{type(inner).__module__.partition('.')[0]}'s {type(inner).__name__}"
-    if isinstance(inner, CPUOptimizer):
-        return f"{text} in place of the {inner.stands_for} that was given" if inner.stands_for else text
+    if given := updater_of(inner).stands_for:
+        return f"{text} in place of the {given} that was given"
     reasons = list(_reasons(inner)) if isinstance(inner, Adam) else []
     return f"{text} ({', '.join(reasons)})" if reasons else text
 

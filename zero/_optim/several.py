@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from zcomm import ConfigError
 
-__all__ = ["Several", "as_one", "name_of", "optimizers_of", "owners_of_groups"]
+__all__ = ["Several", "as_one", "name_of", "optimizers_of"]
 
 
 class Several(Optimizer):
@@ -96,11 +96,6 @@ def as_one(optimizer: Any) -> Any:
 def optimizers_of(optimizer: Optimizer) -> list[Optimizer]:
     """Those that ``optimizer`` steps: it, if it is not several."""
     return optimizer.optimizers if isinstance(optimizer, Several) else [optimizer]
-
-
-def owners_of_groups(optimizer: Optimizer) -> list[Optimizer]:
-    """Which of :func:`optimizers_of` each parameter group of ``optimizer`` belongs to."""
-    return [one for one in optimizers_of(optimizer) for _ in one.param_groups]
 
 
 def name_of(optimizer: Optimizer | type[Optimizer]) -> str:

@@ -26,13 +26,13 @@ from torch.optim import Optimizer
 
 from zcomm import Topology
 from zero._config.settings import ZeroSettings
-from zero._optim.cpu_optimizer_base import CPUOptimizer
 from zero._optim.gradient_files import GradientFiles, GradientInMemory
 from zero._optim.host_adam import describe_update
 from zero._optim.masters import MasterPiece, pieces_by_bucket
 from zero._optim.optimizer_clone import moments_of
 from zero._optim.several import optimizers_of
 from zero._optim.sub_groups import SubGroup, split
+from zero._optim.updaters import updater_of
 from zero._ranks.rank_errors import on_every_rank
 from zero._sharding.bucket import Bucket, master_dtype
 from zero._sharding.stages import get_stage
@@ -333,8 +333,7 @@ class StateFiles(RuntimePart):
     def described(self) -> tuple[str, ...]:
         """Where masters and moments are stored off the device, and what updates them; alike on all ranks."""
         tier, inner, offloaded = self.settings, self._inner, self._num_offloaded
-        own = (one for one in optimizers_of(inner) if isinstance(one, CPUOptimizer))
-        is_narrow = any(one.moment_dtype == torch.bfloat16 for one in own)
+        is_narrow = any(updater_of(one).moment_dtype == torch.bfloat16 for one in optimizers_of(inner))
         formats = ("moments are stored in bfloat16, rounded stochastically",) if is_narrow else ()
         if not offloaded:
             return formats

@@ -8,15 +8,15 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zero._optim.cpu_optimizer_base import CPUOptimizer
 from zero._optim.masters import MasterPiece
-from zero._optim.several import optimizers_of, owners_of_groups
+from zero._optim.several import optimizers_of
+from zero._optim.updaters import Updater, updater_of, updaters_of_groups
 from zero._sharding.bucket import Bucket
 
 
 def folds(inner: Optimizer) -> bool:
     """Whether :func:`step_pieces` multiplies gradients and writes shards: ``inner`` is, or has, one of zero's own."""
-    return any(isinstance(one, CPUOptimizer) for one in optimizers_of(inner))
+    return any(updater_of(one).is_fused for one in optimizers_of(inner))
 
 
 def numbers_of_groups(inner: Optimizer) -> dict[int, int]:
@@ -48,31 +48,25 @@ def step_pieces(
     ``groups``: what :func:`numbers_of_groups` returns, if it is known.
     """
     index_of = numbers_of_groups(inner) if groups is None else groups
-    owners = owners_of_groups(inner)
+    updaters, is_folding = updaters_of_groups(inner), folds(inner)
     leaves: dict[int, list[Tensor]] = defaultdict(list)
     for piece in pieces:
-        master, group = piece.master, index_of[id(piece.master)]
-        if not isinstance(owners[group], CPUOptimizer):
-            leaves[group].append(master)
-            if master.grad is not None:
-                master.grad = widened(master.grad, master, factor if folds(inner) else 1.0)
-    if not isinstance(inner, CPUOptimizer):
+        group = index_of[id(piece.master)]
+        leaves[group] += updaters[group].prepare(piece.master, piece.master.grad, factor if is_folding else 1.0)
+    if not updater_of(inner).is_fused:
         step_leaves(inner, leaves)
-    if folds(inner):
-        _step_in_one_pass(inner, pieces, factor, index_of)
+    if is_folding:
+        _finish_pieces(inner, updaters, pieces, factor, index_of)
 
 
-def widened(grad: Tensor, master: Tensor, factor: float) -> Tensor:
-    """``grad`` times ``factor`` in the dtype of ``master``; ``grad`` itself if that changes nothing."""
-    wide = grad.to(master.dtype)
-    return wide if factor == 1 else wide * factor
-
-
-def _step_in_one_pass(
-    inner: Optimizer, pieces: Sequence[MasterPiece], factor: float, index_of: Mapping[int, int]
+def _finish_pieces(
+    inner: Optimizer,
+    updaters: Sequence[Updater],
+    pieces: Sequence[MasterPiece],
+    factor: float,
+    index_of: Mapping[int, int],
 ) -> None:
-    """Step the pieces of zero's own optimizers, and write the new parameters of all."""
-    owners = owners_of_groups(inner)
+    """Step what is left, and write the new parameters of all."""
     by_bucket: dict[Bucket, list[MasterPiece]] = defaultdict(list)
     for piece in pieces:
         by_bucket[piece.bucket].append(piece)
@@ -83,12 +77,8 @@ def _step_in_one_pass(
             for start, stop in bucket.gaps:
                 shard[start:stop].zero_()
         for piece in of_bucket:
-            master, grad = piece.master, piece.master.grad
-            out = None if shard is None else piece.of(shard)
+            master, out = piece.master, None if shard is None else piece.of(shard)
             group = index_of[id(master)]
-            if grad is not None and isinstance(own := owners[group], CPUOptimizer):
-                own.step_tensor_(master, grad, inner.param_groups[group], grad_factor=factor, out=out)
-            elif out is not None:
-                out.copy_(master)
+            updaters[group].finish(master, master.grad, inner.param_groups[group], factor=factor, out=out)
         if shard is not None:
             bucket.finish_update(0, bucket.master.numel())

@@ -48,9 +48,21 @@ def joined(parts: dict[str, Any]) -> Any:
     """What :func:`apart` was given.
 
     Raises:
-        CheckpointError: No optimizer of this process has such states.
+        CheckpointError: No optimizer of this process has such states, or the class does not give back these parts.
     """
-    cls, shape, stride = _known.get(parts["class"]), parts["shape"], parts["stride"]
+    cls = _known.get(parts["class"])
     if cls is None:
         raise CheckpointError(f"it holds a {parts['class']}: use the optimizer that has such states, as in the save")
-    return cls.__tensor_unflatten__(parts["tensors"], parts["context"], shape, stride)
+    try:
+        value = cls.__tensor_unflatten__(parts["tensors"], parts["context"], parts["shape"], parts["stride"])
+        is_same = _outline(apart(value)) == _outline(parts)
+    except Exception as error:
+        raise CheckpointError(f"the parts of a {parts['class']} do not fit together: {error!r}") from error
+    if not is_same:
+        raise CheckpointError(f"a {parts['class']} has other parts than it was saved with: {_outline(parts)}")
+    return value
+
+
+def _outline(parts: dict[str, Any]) -> tuple[Any, ...]:
+    tensors = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in parts["tensors"].items()}
+    return parts["class"], list(parts["shape"]), tensors

@@ -27,12 +27,12 @@ from zero._config.resolved import ResolvedConfig, resolve_config
 from zero._config.settings import ZeroSettings
 from zero._model.model_checks import check_is_plain
 from zero._model.model_layout import check_model, plan_model
-from zero._optim.cpu_optimizer_base import CPUOptimizer
 from zero._optim.elementwise_check import check_states, updates_tensors
 from zero._optim.masters import GivenOptimizer, Groups, as_groups, build_inner, check_options
 from zero._optim.muon import check_matrices, is_divisible
 from zero._optim.optimizer_clone import check_is_new
 from zero._optim.several import as_one, optimizers_of
+from zero._optim.updaters import updater_of
 from zero._ranks.rank_errors import on_every_rank
 from zero._runtime.runtime import Runtime
 from zero._sharding.bucket import Bucket
@@ -129,8 +129,9 @@ def _updates_tensors(
     model: nn.Module,
 ) -> bool:
     """Whether ``optimizer`` updates whole tensors. Raises ConfigError if it cannot be sharded; ``trial``: it, built."""
-    if isinstance(trial, CPUOptimizer):
-        _check_fits_host(trial, device, [p.dtype for p in model.parameters() if p.requires_grad])
+    updater = updater_of(trial)
+    updater.check_placement(device, [p.dtype for p in model.parameters() if p.requires_grad])
+    if updater.is_fused:
         return False
     is_whole = updates_tensors(optimizer, options, device)
     check_states(trial, device, is_whole=is_whole)
@@ -180,18 +181,6 @@ def whole_parameters(groups: Groups, plan: ResolvedConfig, optimizer: GivenOptim
         for param in group["params"]
         if param.requires_grad
     }
-
-
-def _check_fits_host(optimizer: CPUOptimizer, device: torch.device, dtypes: list[torch.dtype]) -> None:
-    """``device``: where masters are stored, all or some of them."""
-    name = type(optimizer).__name__
-    if device.type != "cpu":
-        raise ConfigError(
-            f"zero.{name} updates host memory only, and masters are on {device}: offload them all "
-            '(offload_optimizer={"device": "cpu"}, ratio 1), or use an optimizer of torch.optim'
-        )
-    if torch.float64 in dtypes:
-        raise ConfigError(f"zero.{name} updates in float32: parameters are float64; use an optimizer of torch.optim")
 
 
 def announce(plan: ResolvedConfig, runtime: Runtime) -> None:

@@ -19,11 +19,11 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from zero._optim.cpu_optimizer_base import CPUOptimizer
 from zero._optim.elementwise_check import BY_PARAMETER, OF_TENSORS
 from zero._optim.masters import MasterPiece, pieces_by_bucket
 from zero._optim.several import name_of, optimizers_of
 from zero._optim.step_pieces import folds, numbers_of_groups, step_pieces
+from zero._optim.updaters import updater_of
 from zero._runtime.runtime import Runtime
 from zero._sharding.bucket import Bucket
 from zero._sharding.layout import group_consecutive
@@ -114,12 +114,12 @@ def _runs_of(buckets: Sequence[Bucket]) -> list[list[Bucket]]:
 
 def _updates_by_parameter(inner: Optimizer) -> bool:
     """Whether what a step of ``inner`` does to a parameter depends on that parameter alone."""
-    return isinstance(inner, CPUOptimizer) or type(inner) in BY_PARAMETER | OF_TENSORS
+    return updater_of(inner).is_fused or type(inner) in BY_PARAMETER | OF_TENSORS
 
 
 def _is_watched(inner: Optimizer) -> bool:
     """Whether hooks run in each step of ``inner`` and would see several. A scheduler's wrapper only notes the call."""
-    if isinstance(inner, CPUOptimizer):
+    if updater_of(inner).is_fused:
         return False
     of_all = _global_optimizer_pre_hooks, _global_optimizer_post_hooks
     own = inner._optimizer_step_pre_hooks, inner._optimizer_step_post_hooks
