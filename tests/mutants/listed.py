@@ -56,11 +56,7 @@ LINKS = _of("security/test_untrusted_files", "test_a_checkpoint_has_no_links_and
 UNEVEN = "zcomm/_collectives/uneven_all_to_all.py"
 CHANGES = "zcomm/_stateful/exact_changes.py"
 PUBLISHER, SUBSCRIBER = "zero/_publish/publisher.py", "zero/_publish/subscriber.py"
-EXACT_BITS = _of(
-    "zcomm/test_exact_changes",
-    "test_bits_do_not_depend_on_capacities",
-    "test_replicas_have_the_bits_of_the_shards[4-2]",
-)
+EXACT_BITS = _of("zcomm/test_exact_changes", "test_replicas_have_the_bits_of_the_shards[4-2]")
 PATCHED = _of("zero/test_publish_faults", "test_a_patch_with_one_damaged_chunk_changes_nothing")
 IS_LINK = """\
     if path.is_symlink():
@@ -334,18 +330,14 @@ MUTANTS = [
            _of("zcomm/test_gradients", "test_gradients_are_those_of_the_formula_in_one_process")),
     Mutant("gradients: the format of backward is lost", "zcomm/functional.py", "_format_text(_formats_of(format)[1])", '"none"',
            _of("zcomm/test_gradients", "test_backward_exchanges_in_grad_format")),
-    Mutant("exact: what does not fit is dropped", CHANGES, "        if over.paired is None and not any(rest[row].numel() for rows in groups for row in rows):\n            return\n",
-           "        return\n", EXACT_BITS),
-    Mutant("exact: the head of a longer message counts as its end", CHANGES,
-           "        return torch.cat([first, rest]) if rest.numel() else first[:used]\n", "        return first[:used]\n", EXACT_BITS),
-    Mutant("exact: a rank's own message is cut at its capacity", CHANGES, "        rest[shards.own] = message[capacity:]\n", "", EXACT_BITS),
-    Mutant("exact: lengths from before a refresh", CHANGES,
-           "        self._lengths.clear()  # they may differ between ranks after an exchange that failed\n", "",
-           _of("zcomm/test_exact_changes", "test_after_an_error_of_one_rank_a_refresh_makes_capacities_equal"), hangs=True),
-    Mutant("exact: a shard that changes while it is sent", CHANGES, "self._replica.dtype, copy=True)", "self._replica.dtype)",
-           _of("zero/test_exact_replicas", "test_a_step_before_the_last_change_has_arrived[SGD]") + EXACT_BITS),
-    Mutant("exact: changes that grow never fit", CHANGES, "        expected += max(last - before, 0)  # they may go on growing, as in a warm-up\n",
-           "", _of("zcomm/test_exact_changes", "test_growing_changes_fit")),
+    Mutant("exact: all of the room is sent", "zcomm/_transport/backend.py", "[part[:used] for part in sent]", "sent",
+           _of("zcomm/test_exact_changes", "test_messages_are_sent_as_long_as_they_are")),
+    Mutant("exact: the hop inside the node sends one message", CHANGES, "                room = room[nbytes:]\n", "", EXACT_BITS),
+    Mutant("exact: checksums of what was in the room before", CHANGES, "for part in (mine[used:], *received):", "for part in received:",
+           _of("zcomm/test_exact_changes", "test_damage_is_the_same_error_on_every_rank")),
+    Mutant("exact: a shard that changes while it is sent", CHANGES, "        return self._send(message, used)\n",
+           "        yield from self._send(message, used)\n",
+           _of("zcomm/test_exact_changes", "test_the_next_values_may_be_written_while_a_message_is_in_flight")),
     Mutant("coder: a checksum is not compared", "cpp/src/ulps.cc", '  ZCOMM_CHECK(checksum == head.checksum, "checksum of a message must match");\n', "",
            ("cpp/tests/ulps_test.cc::CheckDamage",)),
     Mutant("coder: sizes of chunks are believed", "cpp/src/ulps.cc",

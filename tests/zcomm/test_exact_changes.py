@@ -1,4 +1,4 @@
-"""Exact changes: replicas have the bits of the shards, whatever changes, and whatever capacity messages have."""
+"""Exact changes: replicas have the bits of the shards, whatever changes; messages are as long as the change is rich."""
 
 # covers zcomm/_stateful/exact_changes.py
 
@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from itertools import pairwise
 from typing import Any
 from unittest.mock import patch
 
@@ -30,12 +31,12 @@ from zcomm import (
     StateError,
 )
 from zcomm._kernels import ulps
-from zcomm._stateful import exact_changes
+from zcomm._transport import backend
 
 PLACES = [(1, 1), (2, 1), (2, 2), (3, 1), (4, 2), (4, 4)]
 """Ranks, and how many of them are in a node."""
 KINDS = ("small", "none", "large", "any bits", "one", "small")
-"""What happens to a shard in each step. Large changes do not fit into the capacity that small ones leave."""
+"""What happens to a shard in each step: messages are short and long in turn."""
 
 
 def _changed(shard: Tensor, kind: str, generator: torch.Generator) -> Tensor:
@@ -117,7 +118,7 @@ def test_float32_shards_are_rounded_once() -> None:
     run_ranks(4, _check_over_a_process_group)
 
 
-# Capacities.
+# Messages.
 
 
 def _stream(rank: int, numel: int, num_steps: int) -> list[Tensor]:
@@ -130,73 +131,74 @@ def _stream(rank: int, numel: int, num_steps: int) -> list[Tensor]:
     return found
 
 
-def _check_capacities(rank: int) -> None:
-    t, numel, found = topology(2), 20_000, []
-    margins = (exact_changes.MARGIN, -0.99, 3.0)  # as it is; nothing fits; everything does
-    usual = exact_changes.MARGIN
-    for margin in margins:
-        exact_changes.MARGIN = margin
-        gather = DeltaGather(torch.zeros(4 * numel, dtype=torch.bfloat16), t, format="exact")
-        first, *others = _stream(rank, numel, 8)
-        gather.refresh(first)
-        bits = []
-        for values in others:
-            gather.update(values)
-            bits.append(gather.replica.clone())
-        found.append((bits, gather.sent_changes))
-    exact_changes.MARGIN = usual
-    (bits, sent), (short_bits, short), (long_bits, long) = found
-    for other in (short_bits, long_bits):
-        assert all(torch.equal(a, b) for a, b in zip(bits, other, strict=True))
-    assert short.second_exchanges >= len(bits) - 1  # nothing predicts the length of the first
-    assert long.second_exchanges == 0
-    assert sent.content == short.content == long.content
-    assert short.capacity <= long.capacity
-    assert short.capacity - short.content < 16 * len(bits)  # what is left is sent as long as it is
-    assert sent.second_exchanges <= len(bits) // 2
-
-
-def test_bits_do_not_depend_on_capacities() -> None:
-    run_ranks(4, _check_capacities)
-
-
-def _check_margin(rank: int) -> None:
-    """Counted bytes are those of capacities, and these are at most 2 % more than the messages."""
-    t, numel = topology(2), 200_000
+def _check_lengths(rank: int) -> None:
+    """What is counted, and what gloo sends, is the message; the room for it only if gloo waits for all of it."""
+    t, numel = topology(2), 20_000
     gather = NodeReplica(t, numel, torch.bfloat16, format="exact")
-    first, second, *others = _stream(rank, numel, 10)
-    gather.refresh(first)
-    gather.update(second)
-    before = gather.sent_changes
-    with zcomm.traffic() as sent:
-        for values in others:
-            gather.update(values)
-    after = gather.sent_changes
-    content, capacity = after.content - before.content, after.capacity - before.capacity
-    assert content <= capacity <= 1.02 * content
-    assert sent.bytes(link="inter") == sent.bytes(format="exact") == capacity
-    assert after.second_exchanges == before.second_exchanges
+    values, message = _stream(rank, numel, 5), torch.empty(ulps.max_message_nbytes(numel), dtype=torch.uint8)
+    gather.refresh(values[0])
+    for step, (old, new) in enumerate(pairwise(values)):
+        takes = patch.object(backend.Hop, "takes_shorter", step != 2)
+        exchanging = patch.object(backend, "exchange", side_effect=backend.exchange)
+        with zcomm.traffic() as sent, takes, exchanging as exchange:
+            gather.update(new)
+        nbytes = ulps.encode(new, old, message)
+        assert nbytes < numel
+        assert torch.equal(gather.held.view(torch.int16), new.view(torch.int16))
+        if step == 2:
+            nbytes = message.numel()
+        assert sent.bytes(link="inter") == sent.bytes(format="exact") == nbytes
+        _, _, _, sends, _ = exchange.call_args.args
+        assert [part.nbytes for _, part in sends] == [nbytes]
 
 
-def test_the_margin_is_small() -> None:
-    run_ranks(4, _check_margin)
+def test_messages_are_sent_as_long_as_they_are() -> None:
+    run_ranks(4, _check_lengths)
 
 
-def _check_growing(rank: int) -> None:
-    """Most changes that grow steadily, as in a warm-up, fit."""
-    numel = 200_000
-    gather = DeltaGather(torch.zeros(2 * numel, dtype=torch.bfloat16), None, format="exact")
-    generator = torch.Generator().manual_seed(rank)
-    values = torch.randn(numel, generator=generator)
-    gather.refresh(values)
-    for step in range(1, 20):
-        values = values + 1e-5 * step * torch.randn(numel, generator=generator)
-        gather.update(values.bfloat16())
-    assert gather.sent_changes.second_exchanges <= 6
+def _check_orders(rank: int) -> None:
+    """Two changes in flight, which ranks wait for in different orders, and not at all before a barrier."""
+    t, numel = topology(1), 5_000
+    gathers = [DeltaGather(torch.zeros(2 * numel, dtype=torch.bfloat16), t, format="exact") for _ in range(2)]
+    streams = [_stream(2 * rank + i, numel, 3) for i in range(2)]
+    for gather, (first, *_) in zip(gathers, streams, strict=True):
+        gather.refresh(first)
+    for step in (1, 2):
+        works = [gather.update(stream[step], async_op=True) for gather, stream in zip(gathers, streams, strict=True)]
+        if rank == step % 2:
+            dist.barrier()
+        for work in works if rank else reversed(works):
+            assert work is not None
+            work.wait()
+        if rank != step % 2:
+            dist.barrier()
+        for gather, stream in zip(gathers, streams, strict=True):
+            expected = torch.stack(_gathered(stream[step], 2))
+            assert torch.equal(gather.replica.view(torch.int16), expected.view(2, -1))
 
 
-def test_growing_changes_fit() -> None:
-    run_ranks(2, _check_growing)
+def test_ranks_may_wait_in_any_order() -> None:
+    run_ranks(2, _check_orders)
+
+
+def _check_next_values(rank: int) -> None:
+    """What is sent are the values at the call, also where a thread drives both hops, and another gather before."""
+    t, numel = topology(2), 50_000
+    busy, gather = (DeltaGather(torch.zeros(4 * numel, dtype=torch.bfloat16), t, format="exact") for _ in range(2))
+    first, second = _stream(rank, numel, 2)
+    for one in (busy, gather):
+        one.refresh(first)
+    sent = second.clone()
+    works = busy.update(second, async_op=True), gather.update(sent, async_op=True)
+    sent.fill_(rank)
+    for work in works:
+        assert work is not None
+        work.wait()
+    assert torch.equal(gather.replica.view(torch.int16), torch.stack(_gathered(second, 4)))
+
+
+def test_the_next_values_may_be_written_while_a_message_is_in_flight() -> None:
+    run_ranks(4, _check_next_values)
 
 
 # What goes wrong.
@@ -204,13 +206,12 @@ def test_growing_changes_fit() -> None:
 
 def _check_damage(rank: int) -> None:
     """The same error on every rank, and the next call must be a refresh."""
-    t, usual = topology(2), exact_changes.FIRST_BITS_PER_ELEMENT
-    exact_changes.FIRST_BITS_PER_ELEMENT = 1  # so that something is left after the first exchange
+    t = topology(2)
     first, second, third = _stream(rank, 800, 3)
     with checking():
         gather = DeltaGather(torch.zeros(4 * 800, dtype=torch.bfloat16), t, format="exact")
         gather.refresh(first)
-        for nth in (1, 2, 3, 4):  # two exchanges on each hop
+        for nth in (1, 2):  # one exchange on each hop
             with flipped_bit(nth if rank == VICTIM else 0, at=20), pytest.raises(DamagedError) as error:
                 gather.update(second if nth % 2 else third)
             texts: list[Any] = [None] * 4
@@ -220,7 +221,6 @@ def _check_damage(rank: int) -> None:
                 gather.update(third)
             gather.refresh(first)
         gather.update(second)
-    exact_changes.FIRST_BITS_PER_ELEMENT = usual
     expected = torch.stack(_gathered(second, 4))
     assert torch.equal(gather.replica.view(4, -1).view(torch.int16), expected)
 
@@ -229,8 +229,8 @@ def test_damage_is_the_same_error_on_every_rank() -> None:
     run_ranks(4, _check_damage)
 
 
-def _check_lengths_after_an_error(rank: int) -> None:
-    """A rank that alone cannot read a message knows other lengths than the others, until all refresh."""
+def _check_one_rank_fails(rank: int) -> None:
+    """A rank that alone cannot read a message holds other values than the others, until all refresh."""
     gather = DeltaGather(torch.zeros(2 * 20_000, dtype=torch.bfloat16), None, format="exact")
     generator = torch.Generator().manual_seed(rank)
     shard = torch.randn(20_000, generator=generator).bfloat16()
@@ -248,8 +248,8 @@ def _check_lengths_after_an_error(rank: int) -> None:
     assert torch.equal(gather.replica.view(2, -1).view(torch.int16), torch.stack(_gathered(shard, 2)))
 
 
-def test_after_an_error_of_one_rank_a_refresh_makes_capacities_equal() -> None:
-    run_ranks(2, _check_lengths_after_an_error)
+def test_after_an_error_of_one_rank_a_refresh_makes_replicas_equal() -> None:
+    run_ranks(2, _check_one_rank_fails)
 
 
 def test_what_is_refused() -> None:

@@ -35,7 +35,7 @@ from zcomm._formats.formats import FORMATS, Format, codec_for, get_format
 from zcomm._formats.philox import RandomKey
 from zcomm._kernels import kernels
 from zcomm._stateful.exact_changes import EXACT, ExactReplica
-from zcomm._stateful.uneven_state import SentChanges, UnevenReplica, apart
+from zcomm._stateful.uneven_state import UnevenReplica, apart
 from zcomm._transport.chunks import chunks_of, pipelined
 from zcomm._transport.route import Group, Route, check_apart, check_arguments, check_flat, find_route, rows_of
 from zcomm._transport.topology import Numbering, Topology
@@ -112,11 +112,6 @@ class DeltaGather:
     def _own_row(self) -> int:
         return self._route.own_row(self._numbering if len(self._route.hops) == 2 else "rank")
 
-    @property
-    def sent_changes(self) -> SentChanges:
-        """What exact changes have cost so far: bytes of content and of capacity, and second exchanges."""
-        return SentChanges() if self._uneven is None else self._uneven.sent
-
     def refresh(self, shard: Tensor, *, async_op: bool = False) -> Work | None:
         """Send ``shard`` itself, rounded to the replica's dtype. Collective.
 
@@ -150,7 +145,7 @@ class DeltaGather:
             LayoutError, FormatError: ``shard`` or ``random`` do not fit. All are raised before any communication.
 
         Cost for each rank: that of an all-gather of n elements in the format. Scratch: the messages, and n elements in
-        float32.
+        float32; with exact changes room for the longest messages, 2 bytes for each element of the replica.
         """
         check_random(random, self._format)
         if not self.is_valid:
@@ -185,7 +180,7 @@ class DeltaGather:
         has_any = shard.numel() if self._uneven is None else self._uneven.numel_of_all
         steps = self._invalidate_on_error(steps if has_any else nothing())
         with nullcontext() if self._uneven is None else self._uneven.among_equals():
-            count = (1 + self._is_exact) * len(route.hops)
+            count = len(route.hops)
             self._work = run(steps, shard, self._rows, async_op=async_op, queue=route.queue, num_exchanges=count)
         return self._work
 

@@ -2,18 +2,14 @@
 
     new shard, own row --encode--> message --exchange--> messages --decode--> rows
 
-The coder is :mod:`zcomm._kernels.ulps`. Its messages are as long as the change is rich, known only after encoding. An
-exchange needs lengths that all of its ranks know. So each message has a capacity, which follows from the lengths of
-earlier messages of this row, and what does not fit into it follows in one more exchange:
-
-    exchange 1    the first capacity[row] bytes of each message; its head has the length
-    exchange 2    what is left of longer messages; only if there is one
+The coder is :mod:`zcomm._kernels.ulps`. Its messages are as long as the change is rich, which only the sender knows. So
+each rank receives into room for the longest possible message, and the head of what arrives has its length: gloo's
+receives over TCP take shorter messages, and leave the rest of their memory as it is. Elsewhere all of the room is sent.
 
 Invariants:
-    O1  Capacities of a hop depend only on lengths that all ranks of that hop have seen: equal without an agreement.
-    O2  A rank knows from the heads whether there is a second exchange, and so do all ranks of the hop. With
-        ZCOMM_CHECK=1 there always is one, as ranks of the other hop wait for its verdict, and have not seen the heads.
-    O3  The bits of the replica do not depend on capacities.
+    O1  The room of a row follows from its elements: equal on all ranks without an agreement.
+    O2  A shard is encoded, and this rank's row of the replica written, before the call returns: they have the same bits
+        even if the caller writes the next values while the message is in flight.
 
 If a message is damaged on its way, all ranks raise with ZCOMM_CHECK=1; without it the receiver alone, as in every
 format.
@@ -21,16 +17,17 @@ format.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
+from zcomm._base import env
 from zcomm._base.pending import Pending
 from zcomm._collectives.encoder import Encoder
 from zcomm._formats.message import MessageInfo
 from zcomm._kernels import ulps
-from zcomm._stateful.uneven_state import SentChanges, UnevenReplica
+from zcomm._stateful.uneven_state import UnevenReplica
 from zcomm._transport import backend
 from zcomm._transport.backend import UNEVEN_GATHER
 from zcomm._transport.route import Route
@@ -40,13 +37,6 @@ from zcomm.errors import BackendUnavailableError, FormatError
 
 EXACT = "exact"
 """The name of exact changes where a format is asked for."""
-FIRST_BITS_PER_ELEMENT = 5
-"""Of the first message after a refresh, whose length nothing predicts: 4.7 were measured at the peak of a learning rate
-schedule (bench/results/change_entropy.md). If it is too low, a second exchange follows."""
-MARGIN = 1 / 80
-"""By how much a capacity exceeds the expected length. A test bounds what is unused, with ALIGN, to 2 %."""
-ALIGN = 16
-"""Capacities in bytes are multiples of it."""
 
 
 class ExactReplica(UnevenReplica):
@@ -73,108 +63,55 @@ class ExactReplica(UnevenReplica):
                 f"format={EXACT!r} serves replicas in host memory, got {replica.device}: use another format"
             )
         super().__init__(replica, route, numbering, sizes, is_whole=is_whole)
-        self._lengths: dict[int, tuple[int, int]] = {}
-        """By row: of the last message and the one before."""
-        self.sent = SentChanges()
-
-    def refresh_steps(self) -> Steps:
-        self._lengths.clear()  # they may differ between ranks after an exchange that failed
-        yield from super().refresh_steps()
+        self._own = self._shards.own
+        self._room = [ulps.max_message_nbytes(numel) if numel else 0 for numel in self._shards.numels]
+        """Bytes of the longest message of each row: O1."""
 
     def update_steps(self, shard: Tensor, encoder: Encoder) -> Steps:
         """Send the change of ``shard`` against this rank's row, and apply all that arrive. Messages are forwarded."""
         del encoder  # nothing is rounded
-        # A copy: the caller may write the next values while this runs in a thread, and the row must be what is sent.
-        shard = shard.to(self._replica.dtype, copy=True)
-        own, message = self._shards.own, torch.empty(0, dtype=torch.uint8)
-        if shard.numel():
-            message = torch.empty(ulps.max_message_nbytes(shard.numel()), dtype=torch.uint8)
-            message = message[: ulps.encode(shard, self.held, message)]
-        messages = yield from self._gather(message)
-        lengths = {row: message.numel() for row, message in messages.items()}
-        for row, received in messages.items():
-            if row != own and received.numel():
-                ulps.decode(received, self._rows[row])
+        shard, message = shard.to(self._replica.dtype), torch.empty(self._room[self._own], dtype=torch.uint8)
+        used = ulps.encode(shard, self.held, message) if shard.numel() else 0
         self.held.copy_(shard)
-        self._lengths = {row: (length, self._lengths.get(row, (length, 0))[0]) for row, length in lengths.items()}
+        return self._send(message, used)
 
-    def _gather(self, message: Tensor) -> Generator[Pending | None, None, dict[int, Tensor]]:
-        """Gather every row's message; ``message`` is this rank's."""
-        shards, last = self._shards, self._num_hops - 1
-        rows = shards.in_order if last else self._pack
-        capacities = [self._capacity(row) for row in rows]
-        flat = torch.empty(sum(capacities), dtype=torch.uint8)
-        first = dict(zip(rows, torch.split(flat, capacities), strict=True))
-        rest = dict.fromkeys(rows, flat[:0])
-        capacity, used = first[shards.own].numel(), message.numel()
-        first[shards.own][:used].copy_(message[:capacity])
-        first[shards.own][used:].zero_()
-        rest[shards.own] = message[capacity:]
-        yield from self._exchange(0, [[row] for row in self._pack], first, rest)
-        if last:
-            yield from self._exchange(last, shards.packs, first, rest)
-        self.sent = SentChanges(
-            self.sent.content + used,
-            self.sent.capacity + capacity + rest[shards.own].numel(),
-            self.sent.second_exchanges + bool(sum(part.numel() for part in rest.values())),
-        )
-        return {row: self._whole(first[row], rest[row]) for row in rows}
+    def _send(self, message: Tensor, used: int) -> Steps:
+        messages = yield from self._gather(0, [[row] for row in self._pack], message, used)
+        if self._num_hops > 1:
+            messages[self._own] = message[:used]
+            used = sum(part.numel() for part in messages.values())
+            pack = torch.empty(sum(self._room[row] for row in self._pack), dtype=torch.uint8)
+            torch.cat([messages[row] for row in self._pack if row in messages], out=pack[:used])
+            messages |= yield from self._gather(1, self._shards.packs, pack, used)
+        for row, received in messages.items():
+            if row != self._own:
+                ulps.decode(received, self._rows[row])
 
-    def _capacity(self, row: int) -> int:
-        """Bytes of the first exchange for the message of ``row``: O1."""
-        numel = self._shards.numels[row]
-        if not numel:
-            return 0
-        last, before = self._lengths.get(row, (0, 0))
-        expected = last or numel * FIRST_BITS_PER_ELEMENT // 8
-        expected += max(last - before, 0)  # they may go on growing, as in a warm-up
-        with_margin = -(-int(expected * (1 + MARGIN)) // ALIGN) * ALIGN
-        return min(max(with_margin, ulps.HEAD_NBYTES), ulps.max_message_nbytes(numel))
-
-    def _exchange(
-        self, hop: int, groups: Sequence[Sequence[int]], first: dict[int, Tensor], rest: dict[int, Tensor]
-    ) -> Steps:
-        """Gather the messages of ``groups[i]`` from rank i of hop number ``hop`` into ``first`` and ``rest``."""
+    def _gather(
+        self, hop: int, groups: Sequence[Sequence[int]], mine: Tensor, used: int
+    ) -> Generator[Pending | None, None, dict[int, Tensor]]:
+        """Send the first ``used`` bytes of ``mine``; the messages of ``groups[i]`` come from rank i of hop ``hop``."""
         over, _ = self._shards.route.hops[hop]
-        own = groups[over.rank]
-        yield self._start(hop, groups, [_joined([first[row] for row in rows]) for rows in groups])
-        for rows in groups:
-            for row in rows:
-                if rows is not own and first[row].numel():
-                    left = ulps.message_nbytes(first[row][: ulps.HEAD_NBYTES]) - first[row].numel()
-                    rest[row] = torch.empty(max(left, 0), dtype=torch.uint8)
-        if over.paired is None and not any(rest[row].numel() for rows in groups for row in rows):
-            return
-        received = [torch.cat([rest[row] for row in rows]) for rows in groups]
-        yield self._start(hop, groups, received)
-        for rows, part in zip(groups, received, strict=True):
-            for row, of_row in zip(rows, torch.split(part, [rest[row].numel() for row in rows]), strict=True):
-                rest[row] = of_row
-
-    def _start(self, hop: int, groups: Sequence[Sequence[int]], received: list[Tensor]) -> Pending | None:
-        """Start sending this rank's part of ``received``, uint8, to every rank of the hop; they send the others."""
-        over, _ = self._shards.route.hops[hop]
+        sizes = [sum(self._room[row] for row in rows) for rows in groups]
+        received = [torch.empty(n if rank != over.rank else 0, dtype=torch.uint8) for rank, n in enumerate(sizes)]
+        if env.is_set("ZCOMM_CHECK") or not over.takes_shorter:  # checksums are of all of the room
+            for part in (mine[used:], *received):
+                part.zero_()
+        used = used if over.takes_shorter else mine.numel()
         info = MessageInfo(self._shards.route.operation, EXACT, self._shards.numel(groups[over.rank]))
-        sizes = [part.numel() for part in received]
-        mine = received[over.rank]
-        if mine.numel():
-            backend.count(over, info, mine.nbytes)
-        sent = [mine] * over.size
-        sent[over.rank] = mine[:0]
-        received = [part if rank != over.rank else mine[:0] for rank, part in enumerate(received)]
-        # Tags of paired hops are equal, and the hops of other local ranks have other sizes.
-        nbytes = sum(sizes) if over.paired is None else 0
-        return backend.exchange_parts(received, sent, over, info, nbytes, operation=UNEVEN_GATHER, sizes=sizes)
+        if used:
+            backend.count(over, info, used)
+        sent = [mine if rank != over.rank else mine[:0] for rank in range(over.size)]
+        # The same on the hops of all nodes, as the tags of paired hops are equal.
+        yield backend.exchange_parts(
+            received, sent, over, info, sum(self._room), operation=UNEVEN_GATHER, sizes=sizes, used=used
+        )
+        return {row: part for rows, room in zip(groups, received, strict=True) for row, part in self._parts(rows, room)}
 
-    @staticmethod
-    def _whole(first: Tensor, rest: Tensor) -> Tensor:
-        if not first.numel():
-            return first
-        used = ulps.message_nbytes(first[: ulps.HEAD_NBYTES])
-        return torch.cat([first, rest]) if rest.numel() else first[:used]
-
-
-def _joined(parts: Sequence[Tensor]) -> Tensor:
-    """``parts``, which lie side by side in one buffer, as one tensor."""
-    numel = sum(part.numel() for part in parts)
-    return parts[0].as_strided((numel,), (1,), parts[0].storage_offset())
+    def _parts(self, rows: Sequence[int], room: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """The messages of ``rows``, which lie side by side at the start of ``room``; none if that is empty."""
+        for row in rows:
+            if room.numel() and self._room[row]:
+                nbytes = ulps.message_nbytes(room)
+                yield row, room[:nbytes]
+                room = room[nbytes:]

@@ -27,7 +27,7 @@ from zcomm._formats.message import MessageInfo
 from zcomm._formats.philox import RandomKey
 from zcomm._residuals.buffer_layout import as_shard_sizes
 from zcomm._stateful.delta_gather import DeltaGather
-from zcomm._stateful.uneven_state import SentChanges, check_own_size
+from zcomm._stateful.uneven_state import check_own_size
 from zcomm._transport import backend
 from zcomm._transport.debug import compare_calls
 from zcomm._transport.route import check_flat, check_topology, intra_hop, rows_of
@@ -99,12 +99,6 @@ class NodeReplica:
         """What every node holds of this rank's shard, [n]. Waits for an update in flight."""
         self.wait()
         return self._delta.held
-
-    @property
-    def sent_changes(self) -> SentChanges:
-        """As :attr:`zcomm.DeltaGather.sent_changes`. Waits for an update in flight."""
-        self.wait()
-        return self._delta.sent_changes
 
     @property
     def nbytes(self) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import accumulate
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -66,17 +66,6 @@ def check_own_size(numel: int, shard_numel: int) -> None:
         raise LayoutError(f"shard_numel must be this rank's of shard_sizes: shard_numel={shard_numel}, it has {numel}")
 
 
-class SentChanges(NamedTuple):
-    """What was sent so far: to each receiver, by this rank."""
-
-    content: int = 0
-    """Bytes of messages."""
-    capacity: int = 0
-    """Bytes that were sent for them, with unused capacity."""
-    second_exchanges: int = 0
-    """Exchanges of what did not fit."""
-
-
 class UnevenReplica:
     """The rows of a :class:`zcomm.DeltaGather`.
 
@@ -90,9 +79,6 @@ class UnevenReplica:
     Raises:
         LayoutError, BackendUnavailableError: See :func:`shards_over`; or ``replica`` does not have their elements.
     """
-
-    sent = SentChanges()
-    """Of exact changes."""
 
     def __init__(
         self, replica: Tensor, route: Route, numbering: Numbering, sizes: Sequence[int], *, is_whole: bool
