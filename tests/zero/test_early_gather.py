@@ -62,7 +62,7 @@ def _edit(model: nn.Module) -> None:
     """What users do between backward and step, the same on every rank."""
     params = dict(model.named_parameters())
     weight = params["blocks.0.mlp.0.weight"]
-    weight.grad = torch.ones_like(weight, dtype=torch.float32)
+    weight.grad = torch.ones(weight.shape)
     params["norm.weight"].grad = None
     other = params["blocks.2.mlp.2.weight"]
     before = zero.utils.safe_get_full_grad(other)
@@ -108,8 +108,7 @@ def _check_bits(rank: int, stage: int, build: Callable[[nn.Module], Any]) -> Non
         assert_same_bits(early, late)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("build", [_muon, _zeros_muon, _adamw])
+@pytest.mark.parametrize(("stage", "build"), [(1, _zeros_muon), (2, _muon), (2, _adamw), (3, _muon)])
 def test_the_same_bits_as_updating_all_before(stage: int, build: Callable[[nn.Module], Any]) -> None:
     run_ranks(4, _check_bits, stage, build)
 
