@@ -1,6 +1,6 @@
 """When deltas are sent: each bucket's as soon as it is updated, with the bits of updating all before sending any."""
 
-# covers zero/_gather/gather_sources.py zero/_step/delta_send.py
+# covers zero/_gather/gather_sources.py zero/_step/bucketwise_update.py
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tests.zero.test_delta_hpz import check_nodes_agree, replicas_of, residuals_
 from tests.zero.training import assert_same_bits, train, zero_optimizer
 from zcomm import StateError, ZcommError
 from zero._modes.delta_hpz import Replica
-from zero._step import delta_send
-from zero._step.delta_send import BucketwiseUpdate
+from zero._step import bucketwise_update
+from zero._step.bucketwise_update import BucketwiseUpdate
 
 MODE: dict[str, Any] = {"stage": 3, "mode": "delta_hpz", "ranks_per_node": 1}
 ELEMENTWISE = (
@@ -59,7 +59,7 @@ def _trained(rank: int, optimizer_class: Any, *, early: bool, run_numel: int = 1
     if inner.state:  # made before the first step
         inner, options = optimizer_class, {"lr": 1e-2}
     patch = pytest.MonkeyPatch()
-    patch.setattr(delta_send, "RUN_NUMEL", run_numel)
+    patch.setattr(bucketwise_update, "RUN_NUMEL", run_numel)
     if not early:
         patch.setattr(BucketwiseUpdate, "are_sent_early", False)
     with zero_optimizer(model, inner, **MODE, **options) as optimizer:
@@ -79,7 +79,7 @@ def _check_bits(rank: int) -> None:
         early = _trained(rank, optimizer_class, early=True, **options)
         assert_same_bits(early, _trained(rank, optimizer_class, early=False, **options))
     for optimizer_class in (torch.optim.AdamW, zero.CPUAdam):
-        together = _trained(rank, optimizer_class, early=True, run_numel=delta_send.RUN_NUMEL)
+        together = _trained(rank, optimizer_class, early=True, run_numel=bucketwise_update.RUN_NUMEL)
         assert_same_bits(together, _trained(rank, optimizer_class, early=False))
 
 
@@ -90,7 +90,7 @@ def test_every_bucket_by_itself_gives_the_same_bits() -> None:
 def _events(rank: int, optimizer_class: Any, patch: pytest.MonkeyPatch, hook: Any = None) -> tuple[list[str], str]:
     """The events of two steps in order, and the text of ``effective``."""
     events: list[str] = []
-    step, send = delta_send.step_pieces, Replica.send_change
+    step, send = bucketwise_update.step_pieces, Replica.send_change
 
     def step_pieces(inner: Any, pieces: Any, *rest: Any) -> None:
         events.append(f"update {pieces[0].bucket.index}")
@@ -100,7 +100,7 @@ def _events(rank: int, optimizer_class: Any, patch: pytest.MonkeyPatch, hook: An
         events.append(f"send {self._bucket.index}")
         send(self)
 
-    patch.setattr(delta_send, "step_pieces", step_pieces)
+    patch.setattr(bucketwise_update, "step_pieces", step_pieces)
     patch.setattr(Replica, "send_change", send_change)
     model = Small().bfloat16()
     inner = optimizer_class(_groups(model), lr=1e-2)
@@ -109,7 +109,7 @@ def _events(rank: int, optimizer_class: Any, patch: pytest.MonkeyPatch, hook: An
             inner.register_step_post_hook(hook)
         train(model, optimizer, rank, steps=1)
         described = str(optimizer.effective)
-    patch.setattr(delta_send, "step_pieces", step)
+    patch.setattr(bucketwise_update, "step_pieces", step)
     patch.setattr(Replica, "send_change", send)
     return events, described
 
@@ -126,8 +126,8 @@ def _events(rank: int, optimizer_class: Any, patch: pytest.MonkeyPatch, hook: An
 def test_no_bucket_waits_for_more_than_a_run(numels: list[int], expected: list[list[int]]) -> None:
     buckets: Any = [SimpleNamespace(layout=SimpleNamespace(shard_numel=numel)) for numel in numels]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(delta_send, "RUN_NUMEL", 10)
-        runs = delta_send._runs_of(buckets)
+        patch.setattr(bucketwise_update, "RUN_NUMEL", 10)
+        runs = bucketwise_update._runs_of(buckets)
     assert [[bucket.layout.shard_numel for bucket in run] for run in runs] == expected
 
 
@@ -135,7 +135,7 @@ def _check_order(rank: int) -> None:
     patch, calls = pytest.MonkeyPatch(), list[int]()
     together, _ = _events(rank, torch.optim.AdamW, patch)
     assert together == ["update 0", "send 0", "send 1", "send 2"], "small ones are updated together"
-    patch.setattr(delta_send, "RUN_NUMEL", 1)
+    patch.setattr(bucketwise_update, "RUN_NUMEL", 1)
     early, described = _events(rank, torch.optim.AdamW, patch)
     assert early == ["update 0", "send 0", "update 1", "send 1", "update 2", "send 2"]
     assert "the change of a bucket is sent while the next is updated" in described
@@ -155,7 +155,7 @@ def test_a_change_is_sent_before_the_next_update() -> None:
 def _check_failure(rank: int) -> None:
     """One rank fails in the middle of its updates: no rank may wait for a delta that is never sent."""
     patch = pytest.MonkeyPatch()
-    patch.setattr(delta_send, "RUN_NUMEL", 1)
+    patch.setattr(bucketwise_update, "RUN_NUMEL", 1)
     for options, is_told in (({"offload_optimizer": {"device": "cpu"}}, True), ({}, rank == 1)):
         model = Small().bfloat16()
         inner = zero.CPUAdam(_groups(model), lr=1e-2)

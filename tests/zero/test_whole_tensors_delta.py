@@ -1,6 +1,6 @@
 """Optimizers of whole tensors under ``mode="delta"`` and ``mode="delta_hpz"``: as AdamW under the same mode."""
 
-# covers zero/_modes/delta.py zero/_modes/delta_hpz.py zero/_runtime/mode_state.py zero/_step/delta_send.py
+# covers zero/_modes/delta.py zero/_modes/delta_hpz.py zero/_runtime/mode_state.py zero/_step/bucketwise_update.py
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from tests.zero.test_delta_hpz_state import check_goes_on_from_a_checkpoint
 from tests.zero.test_delta_hpz_state import everything_of as everything_of_hpz
 from tests.zero.training import assert_same_bits, full_values, train, zero_optimizer
 from tests.zero.whole_optimizers import BUILDERS, matrices_and_others, train_plainly
-from zero._step import delta_send
-from zero._step.delta_send import BucketwiseUpdate
+from zero._step import bucketwise_update
+from zero._step.bucketwise_update import BucketwiseUpdate
 from zero.utils import safe_get_full_fp32_param
 
 HPZ: dict[str, Any] = {"stage": 3, "mode": "delta_hpz"}
@@ -182,7 +182,7 @@ def _check_no_rank_waits(rank: int, folder: str, slow: int) -> None:
             (done / f"{slow} {rank}").touch()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(delta_send, "RUN_NUMEL", 1)
+        patch.setattr(bucketwise_update, "RUN_NUMEL", 1)
         patch.setattr(BucketwiseUpdate, "_step", step_in_turn)
         model = new_model(torch.bfloat16)
         with zero_optimizer(model, _torchs_muon(model), ranks_per_node=2, **HPZ) as optimizer:

@@ -153,8 +153,12 @@ def scale_of(shape: Sequence[int], rule: str | None) -> float:
 
 def is_divisible(optimizer: Optimizer | type[Optimizer], param: nn.Parameter) -> bool:
     """Whether ``optimizer`` updates ``param`` as :class:`Muon` does, so that several ranks can do it together."""
-    cls = optimizer if isinstance(optimizer, type) else type(optimizer)
-    return cls in (Muon, Muon.__base__) and param.ndim == 2 and len(parts_of(param)) == 1
+    return is_muon(optimizer) and param.ndim == 2 and len(parts_of(param)) == 1
+
+
+def is_muon(optimizer: Optimizer | type[Optimizer]) -> bool:
+    """Whether ``optimizer`` is :class:`Muon` or torch's, not a class derived from them."""
+    return (optimizer if isinstance(optimizer, type) else type(optimizer)) in (Muon, Muon.__base__)
 
 
 class MuonSplit(NamedTuple):
@@ -228,7 +232,7 @@ def check_matrices(optimizer: Optimizer | type[Optimizer], model: nn.Module) -> 
     torch's looks at shapes in its constructor alone: groups that are added later may have any. Of one that a
     configuration has made, names that say that a matrix is fused are not refused.
     """
-    if (optimizer if isinstance(optimizer, type) else type(optimizer)) not in (Muon, Muon.__base__):
+    if not is_muon(optimizer):
         return
     names = {param: name for name, param in model.named_parameters()}
     groups = [{"params": list(names)}] if isinstance(optimizer, type) else optimizer.param_groups

@@ -119,7 +119,7 @@ class Runtime:
             is_log_rank=self.is_log_rank,
         )
         self._write_back = WriteBack(self.topology, self.stage, self.gatherer, self.parameter_storage)
-        self.write_back = self._write_back.run
+        self.write_back, self.send_updated = self._write_back.run, self._write_back.send
         edits = GatheredEdits(self._write_back, lambda buckets: self.in_memory(buckets, is_changed=True))
         self.modified, self.adopt_values, self.compare = edits.modified, edits.adopt_values, self.gatherer.compare
 

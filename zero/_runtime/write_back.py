@@ -11,10 +11,11 @@ what autograd has saved, and views                   out of date: their use is a
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 
 from torch import Tensor, nn
 
-from zcomm import Topology
+from zcomm import Topology, Work
 from zcomm._transport.call_context import waiting_next
 from zero._gather.gather_sources import start_gather
 from zero._gather.gatherer import Gatherer
@@ -46,6 +47,7 @@ class WriteBack(RuntimePart):
         are_written: bool = False,
         changed: set[int] | None = None,
         params: Collection[nn.Parameter] | None = None,
+        sent: Sequence[Work] | None = None,
     ) -> None:
         """Give shards, full buffers and replicas the masters' values. Collective.
 
@@ -55,20 +57,36 @@ class WriteBack(RuntimePart):
             changed: Indices of the buckets that a step has changed and whose changes are not sent yet; None: it was
                 not a step, so replicas get exact values.
             params: The parameters whose values are new; None: all of ``buckets``.
+            sent: What :meth:`send` has returned for all of ``buckets``; None: it is called here.
         """
         if not are_written:
             self._update_shards(buckets)
+        if sent is None:
+            sent = self.send(buckets, changed, overlaps=False)
+        for work in sent:
+            work.wait()
+        self._parameter_storage.agree(waits_for_writes=True)
+        self._finish(buckets, params)
+
+    def send(self, buckets: Sequence[Bucket], changed: Collection[int] | None, *, overlaps: bool = True) -> list[Work]:
+        """Start to send the shards of ``buckets`` to replicas and full buffers. Collective.
+
+        Args:
+            buckets: Their shards have the new values.
+            changed: As in :meth:`run`.
+            overlaps: Whether the caller computes before it waits for what is returned.
+
+        Returns:
+            The gathers into full buffers.
+        """
         self._send_to_replicas(buckets, changed)
-        works, replicas = [], self._gatherer.replicas
-        with waiting_next():
+        works, replicas = list[Work](), self._gatherer.replicas
+        with nullcontext() if overlaps else waiting_next():
             for bucket in buckets if self.stage.shards_states else []:
                 if bucket.is_persistent or not (self.stage.shards_parameters or bucket.index in replicas):
                     assert bucket.full is not None, "residents, and below stage 3 all parameters, are always full"
                     works += start_gather(bucket, bucket.full, bucket.shard, self._gatherer.options)
-        for work in works:
-            work.wait()
-        self._parameter_storage.agree(waits_for_writes=True)
-        self._finish(buckets, params)
+        return works
 
     def set_replicas(self, shards: Mapping[Bucket, Tensor]) -> None:
         """Give replicas, or the full buffers of ``mode="delta"``, these values instead of the masters'. Collective.
@@ -89,7 +107,7 @@ class WriteBack(RuntimePart):
         self.debug_copies.remember(buckets)
         self._gatherer.parameters_changed(buckets, params)
 
-    def _send_to_replicas(self, buckets: Sequence[Bucket], changed: set[int] | None) -> None:
+    def _send_to_replicas(self, buckets: Sequence[Bucket], changed: Collection[int] | None) -> None:
         # Asynchronous: replicas are waited for where a bucket is next read, so the exchanges overlap what follows.
         for bucket in buckets:
             replica = self._gatherer.replicas.get(bucket.index)

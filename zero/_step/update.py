@@ -19,7 +19,7 @@ from contextlib import contextmanager
 
 from torch.optim import Optimizer
 
-from zcomm import StateError
+from zcomm import StateError, Work
 from zero._optim.delayed_update import DelayedStep, DelayedUpdate
 from zero._optim.file_update import FileUpdate
 from zero._optim.masters import MasterPiece
@@ -28,7 +28,7 @@ from zero._ranks.rank_errors import on_every_rank
 from zero._runtime.runtime import Runtime
 from zero._runtime.write_back import used_buckets, used_parameters
 from zero._sharding.bucket import Bucket
-from zero._step.delta_send import BucketwiseUpdate
+from zero._step.bucketwise_update import BucketwiseUpdate
 from zero._step.final_gradients import FinalGradients
 from zero._step.joint_update import JointUpdate
 
@@ -138,23 +138,23 @@ class Update:
             self._joint.run(self._gradients.factor.item() if self.folds else 1.0)
         buckets, sends_early = [b for b in self._runtime.buckets if b.is_trainable], self._bucketwise.are_sent_early
         update = self._update_and_send if sends_early else self._update
-        if self._is_on_host:
+        # A rank that fails has sent its old values to the others: without an agreement they would go on with them.
+        if self._is_on_host or (sends_early and self._bucketwise.gathers):
             with self._final():
-                on_every_rank(update, self._runtime.topology)
+                sent = on_every_rank(update, self._runtime.topology)
         else:
-            update()
+            sent = update()
         if not (self.folds or sends_early):
             for bucket in dict.fromkeys(piece.bucket for piece in self._pieces):
                 bucket.update_shard()
-        self._write_back(buckets, are_sent=sends_early)
+        self._write_back(buckets, sent=sent)
 
-    def _write_back(self, buckets: list[Bucket], *, are_sent: bool = False) -> None:
-        """``are_sent``: changes to replicas are in flight already. An error here is final: masters are updated."""
+    def _write_back(self, buckets: list[Bucket], *, sent: list[Work] | None = None) -> None:
+        """``sent``: what an early send has started. An error here is final: masters are updated."""
         all_grads = self._runtime.reducer.all
-        changed = set() if are_sent else used_buckets(all_grads)
-        params = None if self._runtime.delayed.is_used else used_parameters(all_grads)
+        changed, params = used_buckets(all_grads), None if self._runtime.delayed.is_used else used_parameters(all_grads)
         with self._final():
-            self._runtime.write_back(buckets, are_written=True, changed=changed, params=params)
+            self._runtime.write_back(buckets, are_written=True, changed=changed, params=params, sent=sent)
             self._runtime.reducer.reduction.commit()
 
     def _update_files(self) -> None:
@@ -180,10 +180,10 @@ class Update:
             raise
         files.commit()
 
-    def _update_and_send(self) -> None:
-        """Update what is in memory, sending changes early. An error is final: a part has been sent."""
+    def _update_and_send(self) -> list[Work]:
+        """Update what is in memory, and send it early. An error is final: a part has been sent."""
         with self._final():
-            self._bucketwise.update(self._gradients.factor.item(), used_buckets(self._runtime.reducer.all))
+            return self._bucketwise.update(self._gradients.factor.item(), used_buckets(self._runtime.reducer.all))
 
     def _update(self) -> None:
         """Update what is in memory."""

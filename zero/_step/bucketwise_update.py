@@ -1,9 +1,14 @@
-"""Modes "delta" and "delta_hpz": send each bucket's change as soon as its update ends, while the next one is updated.
+"""Updates bucket by bucket, and sends a bucket as soon as its update ends, while the next one is updated.
 
-Small buckets are updated together, in runs of at most RUN_NUMEL elements. A change waits only for updates of its run.
+    modes "delta" and "delta_hpz"    its change
+    stages 1 and 2 with Muon         its new parameters; other updates are too short to hide an exchange
+
+Small buckets are updated together, in runs of at most RUN_NUMEL elements, and sent after their run.
 
     update bucket 0 | update bucket 1 | update bucket 2 |
-                    |---- change 0 ---|---- change 1 ---|---- change 2 ...      waited for where a bucket is read
+                    |---- bucket 0 ---|---- bucket 1 ---|---- bucket 2 ...
+
+A change is waited for where the bucket is read, new parameters at the end of the step.
 
 It needs an optimizer that gives the same bits when it is stepped a few parameters at a time: zero's own, and those of
 torch.optim in BY_PARAMETER and OF_TENSORS, also several of them. With others all updates come first. So they do in
@@ -14,13 +19,16 @@ either way: it must be the same on all ranks, and a deadlock would follow otherw
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 
 import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from zcomm import Work
 from zero._optim.elementwise_check import BY_PARAMETER, OF_TENSORS
 from zero._optim.masters import MasterPiece, pieces_by_bucket
+from zero._optim.muon import is_muon
 from zero._optim.several import name_of, optimizers_of
 from zero._optim.step_pieces import folds, numbers_of_groups, step_pieces
 from zero._optim.updaters import updater_of
@@ -38,7 +46,7 @@ together, so there are at most two calls for each 2^18 elements: a fraction of t
 
 
 class BucketwiseUpdate:
-    """Steps one optimizer bucket by bucket, and sends each bucket's change.
+    """Steps one optimizer bucket by bucket, and sends each bucket's change, or its new parameters.
 
     Args:
         runtime: Its ``effective`` gets a line that says what is done.
@@ -51,37 +59,48 @@ class BucketwiseUpdate:
         self._pieces = pieces_by_bucket((b for b in runtime.buckets if b.is_trainable), pieces)
         self._runs = _runs_of(list(self._pieces))
         self._in_files = [bucket for bucket in self._pieces if bucket.states.is_in_files]
-        if runtime.gatherer.replicas:
+        self._sends_changes = bool(runtime.gatherer.replicas)
+        is_gathered = runtime.stage.shards_states and not (runtime.stage.shards_parameters or self._sends_changes)
+        is_alone = runtime.topology.world_size == 1
+        self.gathers = is_gathered and not is_alone and any(map(is_muon, optimizers_of(inner)))
+        """Whether a step gathers new parameters, and its update is long enough to hide that."""
+        if self._sends_changes or self.gathers:
             runtime.effective = runtime.effective.with_notes(details=(self._described(),))
 
     def _described(self) -> str:
+        what = "changes are" if self._sends_changes else "new parameters are"
+        one = "the change of a bucket is" if self._sends_changes else "the new parameters of a bucket are"
         if len(self._in_files) == len(self._pieces):
-            return "changes are sent after all updates, which are in files"
-        if all(_updates_by_parameter(one) for one in optimizers_of(self._inner)):
-            return "the change of a bucket is sent while the next is updated"
+            return f"{what} sent after all updates, which are in files"
+        if all(_updates_by_parameter(each) for each in optimizers_of(self._inner)):
+            return f"{one} sent while the next is updated"
         name = name_of(self._inner)
-        return f"changes are sent after all updates ({name} is not known to update each parameter by itself)"
+        return f"{what} sent after all updates ({name} is not known to update each parameter by itself)"
 
     @property
     def are_sent_early(self) -> bool:
-        """Whether :meth:`update` sends the changes; False: the write-back sends them after all updates."""
-        if not self._runtime.gatherer.replicas or len(self._in_files) == len(self._pieces):
+        """Whether :meth:`update` sends what has changed; False: the write-back sends it after all updates."""
+        if not (self._sends_changes or self.gathers) or len(self._in_files) == len(self._pieces):
             return False
         several = [self._inner, *optimizers_of(self._inner)]
         return all(_updates_by_parameter(one) for one in several[1:]) and not any(_is_watched(one) for one in several)
 
     @torch.no_grad()
-    def update(self, factor: float, changed: Collection[int]) -> None:
-        """Step every bucket in memory, write its shard, and send its change. Collective.
+    def update(self, factor: float, changed: Collection[int]) -> list[Work]:
+        """Step every bucket in memory, write its shard, and send it. Collective.
 
         Args:
             factor: Multiplies gradients; 1 unless the optimizer is, or has, one of zero's own.
-            changed: Indices of the buckets that the step changes; the others are not sent.
+            changed: Indices of the buckets that the step changes; the changes of others are not sent.
+
+        Returns:
+            The gathers in flight, which the write-back waits for.
 
         Raises:
-            Exception: What went wrong here, raised after all exchanges have started.
+            Exception: What went wrong here, raised after all exchanges have started and the gathers have ended.
         """
         failure: Exception | None = None
+        works: list[Work] = []
         groups = numbers_of_groups(self._inner)
         for buckets in self._runs:
             if failure is None:
@@ -90,12 +109,13 @@ class BucketwiseUpdate:
                 except Exception as error:
                     failure = error
             # Also after a failure: the other ranks are in these exchanges, and would wait for this one (a deadlock).
-            for bucket in buckets:
-                replica = self._runtime.gatherer.replicas.get(bucket.index)
-                if replica is not None and bucket.index in changed:
-                    replica.send_change()
+            works += self._runtime.send_updated(buckets, changed)
         if failure is not None:
+            with suppress(Exception):  # of the two errors the first counts
+                for work in works:
+                    work.wait()
             raise failure
+        return works
 
     def _step(self, buckets: Sequence[Bucket], factor: float, groups: Mapping[int, int]) -> None:
         pieces = [piece for bucket in buckets for piece in self._pieces[bucket]]
