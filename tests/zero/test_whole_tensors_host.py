@@ -1,6 +1,6 @@
 """An optimizer of whole tensors beside one of zero's own: the others' update is fused, and the steps are the same."""
 
-# covers zero/_optim/step_pieces.py zero/_optim/file_update.py zero/_optim/host_adam.py
+# covers zero/_optim/step_pieces.py zero/_optim/file_update.py zero/_optim/host_adam.py zero/_optim/updaters.py
 
 from __future__ import annotations
 

@@ -18,8 +18,8 @@ either way: it must be the same on all ranks, and a deadlock would follow otherw
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 
 import torch
 from torch.optim import Optimizer
@@ -43,6 +43,18 @@ On one core of a server a call of an optimizer took 13 us (SGD) and 43 us (AdamW
 a change waits at most that long for the updates of other buckets. Two neighbouring runs have more than 2^18 elements
 together, so there are at most two calls for each 2^18 elements: a fraction of the updates' time.
 """
+
+
+@contextmanager
+def ended_on_error(sent: list[Work]) -> Iterator[None]:
+    """After an error inside, on any rank, wait for ``sent``: the buffers must not change any more."""
+    try:
+        yield
+    except Exception:
+        for work in sent:
+            with suppress(Exception):  # the error inside counts
+                work.wait()
+        raise
 
 
 class BucketwiseUpdate:
@@ -86,21 +98,18 @@ class BucketwiseUpdate:
         return all(_updates_by_parameter(one) for one in several[1:]) and not any(_is_watched(one) for one in several)
 
     @torch.no_grad()
-    def update(self, factor: float, changed: Collection[int]) -> list[Work]:
+    def update(self, factor: float, changed: Collection[int], sent: list[Work]) -> None:
         """Step every bucket in memory, write its shard, and send it. Collective.
 
         Args:
             factor: Multiplies gradients; 1 unless the optimizer is, or has, one of zero's own.
             changed: Indices of the buckets that the step changes; the changes of others are not sent.
-
-        Returns:
-            The gathers in flight, which the write-back waits for.
+            sent: Gets the gathers in flight, which the write-back waits for.
 
         Raises:
-            Exception: What went wrong here, raised after all exchanges have started and the gathers have ended.
+            Exception: What went wrong here, raised after all exchanges have started.
         """
         failure: Exception | None = None
-        works: list[Work] = []
         groups = numbers_of_groups(self._inner)
         for buckets in self._runs:
             if failure is None:
@@ -109,13 +118,9 @@ class BucketwiseUpdate:
                 except Exception as error:
                     failure = error
             # Also after a failure: the other ranks are in these exchanges, and would wait for this one (a deadlock).
-            works += self._runtime.send_updated(buckets, changed)
+            sent += self._runtime.send_updated(buckets, changed)
         if failure is not None:
-            with suppress(Exception):  # of the two errors the first counts
-                for work in works:
-                    work.wait()
             raise failure
-        return works
 
     def _step(self, buckets: Sequence[Bucket], factor: float, groups: Mapping[int, int]) -> None:
         pieces = [piece for bucket in buckets for piece in self._pieces[bucket]]

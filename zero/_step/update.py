@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 from torch.optim import Optimizer
 
@@ -28,7 +29,7 @@ from zero._ranks.rank_errors import on_every_rank
 from zero._runtime.runtime import Runtime
 from zero._runtime.write_back import used_buckets, used_parameters
 from zero._sharding.bucket import Bucket
-from zero._step.bucketwise_update import BucketwiseUpdate
+from zero._step.bucketwise_update import BucketwiseUpdate, ended_on_error
 from zero._step.final_gradients import FinalGradients
 from zero._step.joint_update import JointUpdate
 
@@ -137,13 +138,14 @@ class Update:
         with self._final():
             self._joint.run(self._gradients.factor.item() if self.folds else 1.0)
         buckets, sends_early = [b for b in self._runtime.buckets if b.is_trainable], self._bucketwise.are_sent_early
-        update = self._update_and_send if sends_early else self._update
+        sent = list[Work]() if sends_early else None
+        update = self._update if sent is None else partial(self._update_and_send, sent)
         # A rank that fails has sent its old values to the others: without an agreement they would go on with them.
         if self._is_on_host or (sends_early and self._bucketwise.gathers):
-            with self._final():
-                sent = on_every_rank(update, self._runtime.topology)
+            with self._final(), ended_on_error([] if sent is None else sent):
+                on_every_rank(update, self._runtime.topology)
         else:
-            sent = update()
+            update()
         if not (self.folds or sends_early):
             for bucket in dict.fromkeys(piece.bucket for piece in self._pieces):
                 bucket.update_shard()
@@ -180,10 +182,10 @@ class Update:
             raise
         files.commit()
 
-    def _update_and_send(self) -> list[Work]:
+    def _update_and_send(self, sent: list[Work]) -> None:
         """Update what is in memory, and send it early. An error is final: a part has been sent."""
         with self._final():
-            return self._bucketwise.update(self._gradients.factor.item(), used_buckets(self._runtime.reducer.all))
+            self._bucketwise.update(self._gradients.factor.item(), used_buckets(self._runtime.reducer.all), sent)
 
     def _update(self) -> None:
         """Update what is in memory."""
