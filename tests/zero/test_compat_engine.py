@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import zero
 from tests.ranks import run_ranks
 from tests.zero.models import batch, loss_of, new_model
-from zcomm import ConfigError
+from zcomm import ConfigError, StateError
 from zero._optim import lr_schedulers
 from zero.compat import (
     checkpoint_files,
@@ -478,6 +478,45 @@ def test_single_sections_are_read_by_their_keys() -> None:
     )
     with pytest.raises(ConfigError, match="loss_scale"):
         sections.DeepSpeedFP16Config(loss_scale=-1)
+    leaves = sections.DeepSpeedZeroConfig(leaf_module={"classes": "my.Block", "names": ["mlp"]}).leaf_module
+    assert (leaves.classes, leaves.names, leaves.name_suffixes) == (["my.Block"], ["mlp"], [])
+    assert sections.DeepSpeedZeroConfig().leaf_module.classes == spellings.DEFAULT_LEAF_MODULE_CLASSES
+
+
+def _values(model: nn.Module) -> list[Tensor]:
+    with zero.GatheredParameters(model.parameters()):
+        return [param.detach().clone() for param in model.parameters()]
+
+
+def _check_initialized_again(rank: int, stage: int) -> None:
+    model, other = new_model(torch.float32), new_model(torch.float32)
+    first = _engine(stage, model)
+    _train(first, rank, 2)
+    trained = _values(model)
+    second = _engine(stage, model)
+    for got, expected, param in zip(_values(model), trained, other.parameters(), strict=True):
+        assert torch.equal(got, expected)
+        param.data.copy_(expected)
+    with pytest.raises(StateError):
+        _train(first, rank, 1)
+    fresh = _engine(stage, other)
+    for built in (second, fresh):
+        _train(built, rank, 2)
+    for got, expected in zip(_values(model), _values(other), strict=True):
+        assert torch.equal(got, expected)
+    second.destroy()
+    fresh.destroy()
+    evaluated = new_model(torch.float32)
+    for _ in range(2):  # without an optimizer: what was frozen trains after it
+        built = engine.initialize(None, evaluated, config={"train_batch_size": 2}).engine
+        assert not any(param.requires_grad for param in evaluated.parameters())
+    built.destroy()
+    assert all(param.requires_grad for param in evaluated.parameters())
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_model_can_be_initialized_again(stage: int) -> None:
+    run_ranks(2, _check_initialized_again, stage)
 
 
 def test_operators_are_named_and_none_is_built() -> None:

@@ -25,6 +25,7 @@ from zero._optim.loss_scale import DynamicLossScale
 from zero._ranks.distributed import DataParallel, RankDataLoader
 from zero.compat import comm
 from zero.compat.monitors import DeepSpeedMonitorConfig, EngineMonitor
+from zero.compat.parameters import end_engines
 from zero.compat.timers import ThroughputTimer
 from zero.initialize import Initialized
 
@@ -587,11 +588,13 @@ def initialize(
     mesh_param: Sequence[int] | None = None,
     config_params: Source | None = None,
 ) -> Initialized:
-    """:func:`zero.initialize` with DeepSpeed's defaults, and an engine with its methods."""
-    old_name = getattr(args, "deepscale_config", None)
+    """:func:`zero.initialize` with DeepSpeed's defaults and methods. First it destroys an engine that ``model`` has."""
+    end_engines(model)
     if config is None and getattr(args, "deepspeed_config", None) is None:
-        config = old_name
-    return zero.initialize(
+        config = getattr(args, "deepscale_config", None)
+    built = zero.initialize(
         args, model, optimizer, model_parameters, training_data, lr_scheduler, distributed_port, mpu,
         dist_init_required, collate_fn, config, mesh_param, config_params, engine_class=DeepSpeedEngine,
     )  # fmt: skip
+    built.optimizer.parts.runtime.engine = built.engine
+    return built

@@ -30,7 +30,8 @@ class _Section:
             raise AttributeError(name)
         for spelling in (name, f"stage3_{name}"):
             if hasattr(self._values, spelling):
-                return getattr(self._values, spelling)
+                value = getattr(self._values, spelling)
+                return list(value) if isinstance(value, tuple) else value  # lists, as in the JSON: scripts compare them
         raise AttributeError(f"the section {'.'.join(self.path)} has no key {name}")
 
 
@@ -49,6 +50,12 @@ class DeepSpeedZeroOffloadOptimizerConfig(_Section):
     def pipeline(self) -> bool:
         """Whether reads or writes overlap with the update."""
         return bool(self._values.pipeline_read or self._values.pipeline_write)
+
+
+class DeepSpeedZeroLeafModuleConfig(_Section):
+    """``zero_optimization.leaf_module``."""
+
+    path = ("zero_optimization", "leaf_module")
 
 
 class ZeroStageEnum(IntEnum):
@@ -70,6 +77,7 @@ class DeepSpeedZeroConfig(_Section):
         param, states = given.get("offload_param"), given.get("offload_optimizer")
         self.offload_param = None if param is None else DeepSpeedZeroOffloadParamConfig(**param)
         self.offload_optimizer = None if states is None else DeepSpeedZeroOffloadOptimizerConfig(**states)
+        self.leaf_module = DeepSpeedZeroLeafModuleConfig(**given.get("leaf_module", {}))
 
 
 class DeepSpeedFP16Config(_Section):
