@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import zero
 from tests.ranks import run_ranks
 from tests.zero.models import batch, loss_of, new_model
-from zcomm import ConfigError
+from zcomm import ConfigError, StateError
 from zero._optim import lr_schedulers
 from zero.compat import (
     checkpoint_files,
@@ -114,20 +114,20 @@ def test_batch_sizes_can_be_changed() -> None:
 
 
 def test_deepspeeds_defaults_are_added_where_nothing_is_given(tmp_path: Path) -> None:
-    added = engine.with_defaults({"zero_optimization": {"stage": 3}})
+    added = sections.with_defaults({"zero_optimization": {"stage": 3}})
     assert added == {
         "gradient_clipping": 1.0, "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 100_000}
     }  # fmt: skip
     path = tmp_path / "ds.json"
     path.write_text(json.dumps({"zero_optimization": {"param_persistence_threshold": 5}, "gradient_clipping": 0.5}))
-    assert engine.with_defaults(path) == json.loads(path.read_text())
+    assert sections.with_defaults(path) == json.loads(path.read_text())
     automatic = {"stage": 3, "stage3_param_persistence_threshold": "auto"}
-    assert engine.with_defaults({"zero_optimization": automatic, "gradient_clipping": "auto"}) == added
-    assert engine.with_defaults({"zero_optimization": True}) == {"zero_optimization": True, "gradient_clipping": 1.0}
+    assert sections.with_defaults({"zero_optimization": automatic, "gradient_clipping": "auto"}) == added
+    assert sections.with_defaults({"zero_optimization": True}) == {"zero_optimization": True, "gradient_clipping": 1.0}
     config = engine.DeepSpeedConfig({"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}})
     assert (config.zero_optimization_stage, config.zero_enabled, config.bf16.enabled) == (2, True, True)
     with pytest.raises(ConfigError, match="config must be a dict or the path"):
-        engine.with_defaults(3)  # type: ignore[arg-type]
+        sections.with_defaults(3)  # type: ignore[arg-type]
 
 
 def _check_attributes(rank: int) -> None:
@@ -478,6 +478,70 @@ def test_single_sections_are_read_by_their_keys() -> None:
     )
     with pytest.raises(ConfigError, match="loss_scale"):
         sections.DeepSpeedFP16Config(loss_scale=-1)
+    leaves = sections.DeepSpeedZeroConfig(leaf_module={"classes": "my.Block", "names": ["mlp"]}).leaf_module
+    assert (leaves.classes, leaves.names, leaves.name_suffixes) == (["my.Block"], ["mlp"], [])
+    assert sections.DeepSpeedZeroConfig().leaf_module.classes == spellings.DEFAULT_LEAF_MODULE_CLASSES
+    old = sections.DeepSpeedZeroConfig(cpu_offload=True, cpu_offload_param=True)
+    assert old.offload_optimizer is not None
+    assert old.offload_param is not None
+    assert (old.offload_optimizer.device, old.offload_param.device) == ("cpu", "cpu")
+    assert sections.DeepSpeedZeroConfig().offload_param is None
+
+
+def _check_folder_of_files(rank: int, folder: str) -> None:
+    offload = {"offload_optimizer": {"device": "nvme", "nvme_path": folder}}
+    built = engine.initialize(
+        None, new_model(torch.float32), config={**CONFIG, "zero_optimization": {"stage": 2, **offload}}
+    ).engine
+    assert Path(folder).is_dir()
+    built.destroy()
+
+
+def test_the_folder_for_files_is_made(tmp_path: Path) -> None:
+    run_ranks(2, _check_folder_of_files, str(tmp_path / "not" / "there"))
+    kept = tmp_path / "unused"
+    sections.make_folders(
+        engine.DeepSpeedEngine.read_config(
+            {"zero_optimization": {"offload_param": {"device": "cpu", "nvme_path": str(kept)}}}
+        )
+    )
+    assert not kept.exists()
+
+
+def _values(model: nn.Module) -> list[Tensor]:
+    with zero.GatheredParameters(model.parameters()):
+        return [param.detach().clone() for param in model.parameters()]
+
+
+def _check_initialized_again(rank: int, stage: int) -> None:
+    model, other = new_model(torch.float32), new_model(torch.float32)
+    first = _engine(stage, model)
+    _train(first, rank, 2)
+    trained = _values(model)
+    second = _engine(stage, model)
+    for got, expected, param in zip(_values(model), trained, other.parameters(), strict=True):
+        assert torch.equal(got, expected)
+        param.data.copy_(expected)
+    with pytest.raises(StateError):
+        _train(first, rank, 1)
+    fresh = _engine(stage, other)
+    for built in (second, fresh):
+        _train(built, rank, 2)
+    for got, expected in zip(_values(model), _values(other), strict=True):
+        assert torch.equal(got, expected)
+    second.destroy()
+    fresh.destroy()
+    evaluated = new_model(torch.float32)
+    for _ in range(2):  # without an optimizer: what was frozen trains after it
+        built = engine.initialize(None, evaluated, config={"train_batch_size": 2}).engine
+        assert not any(param.requires_grad for param in evaluated.parameters())
+    built.destroy()
+    assert all(param.requires_grad for param in evaluated.parameters())
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_model_can_be_initialized_again(stage: int) -> None:
+    run_ranks(2, _check_initialized_again, stage)
 
 
 def test_operators_are_named_and_none_is_built() -> None:

@@ -130,8 +130,8 @@ def _check_same(read_only: list[tuple[str, nn.Parameter]], writes: list[int]) ->
     changed = [name for (name, param), old in zip(read_only, writes, strict=True) if num_writes(param) != old]
     if changed:
         raise StateError(
-            f"{len(changed)} parameters were changed inside zero.GatheredParameters, first {changed[:3]}: pass "
-            "modifier_rank=, the rank whose changes all ranks get"
+            f"in-place modification of {len(changed)} parameters inside zero.GatheredParameters, first {changed[:3]}: "
+            "pass modifier_rank=, the rank whose changes all ranks get"
         )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,12 +18,14 @@ from zcomm import ConfigError, StateError
 from zero._checkpoint.export import read_weights
 from zero._config import read_source
 from zero._config.batch import solve_batch_sizes
-from zero._config.parse import Configuration, Source, read_file
+from zero._config.parse import Configuration, Source
 from zero._config.resolved import to_dtype
 from zero._optim.loss_scale import DynamicLossScale
 from zero._ranks.distributed import DataParallel, RankDataLoader
 from zero.compat import comm
 from zero.compat.monitors import DeepSpeedMonitorConfig, EngineMonitor
+from zero.compat.parameters import end_engines
+from zero.compat.sections import make_folders, with_defaults
 from zero.compat.timers import ThroughputTimer
 from zero.initialize import Initialized
 
@@ -37,25 +38,6 @@ class LossError(StateError, AssertionError):
 
 ZeRORuntimeException = zero.CheckpointError
 """What scripts catch around ``load_checkpoint``. That another number of ranks saved it is no error here."""
-GRADIENT_CLIPPING = 1.0
-PERSISTENCE_THRESHOLD = 100_000
-"""DeepSpeed's defaults, which scripts rely on: small parameters can be read outside of forward at stage 3."""
-
-
-def with_defaults(config: Source) -> dict[str, Any]:
-    """``config``, a dict or the path of a JSON file, with the defaults of DeepSpeed that differ from this library's."""
-    if not isinstance(config, (Mapping, str, os.PathLike)):
-        raise ConfigError(f"config must be a dict or the path of a JSON file: got {type(config).__name__}")
-    given = dict(config) if isinstance(config, Mapping) else read_file(Path(config))
-    if given.get("gradient_clipping") in (None, "auto"):
-        given["gradient_clipping"] = GRADIENT_CLIPPING
-    section = given.get("zero_optimization")
-    if isinstance(section, Mapping):
-        names = ("stage3_param_persistence_threshold", "param_persistence_threshold")
-        if all(section.get(name) in (None, "auto") for name in names):
-            others = {key: value for key, value in section.items() if key not in names}
-            given["zero_optimization"] = {**others, names[0]: PERSISTENCE_THRESHOLD}
-    return given
 
 
 class DeepSpeedConfig:
@@ -225,8 +207,10 @@ class DeepSpeedEngine(zero.Engine):
 
     @staticmethod
     def read_config(source: Source) -> Configuration:
-        """Read ``source`` with DeepSpeed's defaults."""
-        return read_source(with_defaults(source))
+        """Read ``source`` with DeepSpeed's defaults, and make the folders for its files."""
+        configuration = read_source(with_defaults(source))
+        make_folders(configuration)
+        return configuration
 
     @property
     def config(self) -> dict[str, Any]:
@@ -587,11 +571,13 @@ def initialize(
     mesh_param: Sequence[int] | None = None,
     config_params: Source | None = None,
 ) -> Initialized:
-    """:func:`zero.initialize` with DeepSpeed's defaults, and an engine with its methods."""
-    old_name = getattr(args, "deepscale_config", None)
+    """:func:`zero.initialize` with DeepSpeed's defaults and methods. First it destroys an engine that ``model`` has."""
+    end_engines(model)
     if config is None and getattr(args, "deepspeed_config", None) is None:
-        config = old_name
-    return zero.initialize(
+        config = getattr(args, "deepscale_config", None)
+    built = zero.initialize(
         args, model, optimizer, model_parameters, training_data, lr_scheduler, distributed_port, mpu,
         dist_init_required, collate_fn, config, mesh_param, config_params, engine_class=DeepSpeedEngine,
     )  # fmt: skip
+    built.optimizer.parts.runtime.engine = built.engine
+    return built

@@ -101,7 +101,8 @@ NAMES: dict[str, dict[str, str]] = {
         _SECTIONS: "DeepSpeedZeroOffloadParamConfig DeepSpeedZeroOffloadOptimizerConfig",
     },
     "runtime.zero.leaf_module_config": {
-        _SPELLINGS: "DEFAULT_LEAF_MODULE_CLASSES DEFAULT_LEAF_MODULE_NAMES DEFAULT_LEAF_MODULE_NAME_SUFFIXES"
+        _SECTIONS: "DeepSpeedZeroLeafModuleConfig",
+        _SPELLINGS: "DEFAULT_LEAF_MODULE_CLASSES DEFAULT_LEAF_MODULE_NAMES DEFAULT_LEAF_MODULE_NAME_SUFFIXES",
     },
     "runtime.zero.linear": {_HELPERS: "LinearModuleForZeroStage3 zero3_linear_wrap"},
     "runtime.zero.partition_parameters": {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Callable, Iterable
 from enum import Enum
 from typing import Any
@@ -10,10 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zero import Engine, GatheredParameters
 from zero._access import safe_access
 from zero._runtime.runtime import Runtime
-from zero._sharding.bucket import BucketState, ShardInfo
+from zero._sharding.bucket import BucketState, ShardInfo, is_managed
 
+logger = logging.getLogger("zero")
 _NUMBERS = itertools.count()
 _orig_torch_arange = torch.arange
 partitioned_param_data_shape = [0]
@@ -67,6 +70,21 @@ def safe_update_full_grad_vectorized(
         grad = safe_access.safe_get_full_grad(param)
         if grad is not None:
             safe_access.safe_set_full_grad(param, update_func(grad, param))
+
+
+def end_engines(model: Any) -> None:
+    """Destroy the engines that hold parameters of ``model``, which stay full and keep their values. Collective.
+
+    DeepSpeed's scripts may initialize a model again: an engine from before cannot train on.
+    """
+    params = list(model.parameters()) if isinstance(model, nn.Module) else []
+    owners = dict.fromkeys(param.zero_shard.owner for param in params if is_managed(param))  # type: ignore[attr-defined]
+    for owner in owners:
+        if isinstance(owner, Runtime) and isinstance(owner.engine, Engine):
+            if owner.is_log_rank:
+                logger.warning("zero.compat: the model is initialized again: the engine that it had is destroyed")
+            with GatheredParameters(owner.model.parameters()):
+                owner.engine.destroy()
 
 
 def _info(param: nn.Parameter) -> ShardInfo:

@@ -2,13 +2,46 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
+from contextlib import suppress
 from enum import IntEnum
+from pathlib import Path
 from typing import Any, ClassVar
 
 from zcomm import ConfigError
 from zero._config import read_source
-from zero.compat.engine import GRADIENT_CLIPPING
+from zero._config.legacy import modernize
+from zero._config.parse import Configuration, Source, read_file
+
+GRADIENT_CLIPPING = 1.0
+PERSISTENCE_THRESHOLD = 100_000
+"""DeepSpeed's defaults, which scripts rely on: small parameters can be read outside of forward at stage 3."""
+
+
+def with_defaults(config: Source) -> dict[str, Any]:
+    """``config``, a dict or the path of a JSON file, with the defaults of DeepSpeed that differ from this library's."""
+    if not isinstance(config, (Mapping, str, os.PathLike)):
+        raise ConfigError(f"config must be a dict or the path of a JSON file: got {type(config).__name__}")
+    given = dict(config) if isinstance(config, Mapping) else read_file(Path(config))
+    if given.get("gradient_clipping") in (None, "auto"):
+        given["gradient_clipping"] = GRADIENT_CLIPPING
+    section = given.get("zero_optimization")
+    if isinstance(section, Mapping):
+        names = ("stage3_param_persistence_threshold", "param_persistence_threshold")
+        if all(section.get(name) in (None, "auto") for name in names):
+            others = {key: value for key, value in section.items() if key not in names}
+            given["zero_optimization"] = {**others, names[0]: PERSISTENCE_THRESHOLD}
+    return given
+
+
+def make_folders(configuration: Configuration) -> None:
+    """Make the folders ``nvme_path`` that do not exist, as DeepSpeed does; the error of one that cannot be is later."""
+    section = configuration.values.zero_optimization
+    for offload in (section.offload_optimizer, section.offload_param):
+        if offload.device == "nvme" and offload.nvme_path:
+            with suppress(OSError):
+                Path(offload.nvme_path).mkdir(parents=True, exist_ok=True)
 
 
 class _Section:
@@ -30,7 +63,8 @@ class _Section:
             raise AttributeError(name)
         for spelling in (name, f"stage3_{name}"):
             if hasattr(self._values, spelling):
-                return getattr(self._values, spelling)
+                value = getattr(self._values, spelling)
+                return list(value) if isinstance(value, tuple) else value  # lists, as in the JSON: scripts compare them
         raise AttributeError(f"the section {'.'.join(self.path)} has no key {name}")
 
 
@@ -51,6 +85,12 @@ class DeepSpeedZeroOffloadOptimizerConfig(_Section):
         return bool(self._values.pipeline_read or self._values.pipeline_write)
 
 
+class DeepSpeedZeroLeafModuleConfig(_Section):
+    """``zero_optimization.leaf_module``."""
+
+    path = ("zero_optimization", "leaf_module")
+
+
 class ZeroStageEnum(IntEnum):
     """The stages."""
 
@@ -67,9 +107,11 @@ class DeepSpeedZeroConfig(_Section):
 
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)
+        given = modernize({"zero_optimization": given})[0]["zero_optimization"]
         param, states = given.get("offload_param"), given.get("offload_optimizer")
         self.offload_param = None if param is None else DeepSpeedZeroOffloadParamConfig(**param)
         self.offload_optimizer = None if states is None else DeepSpeedZeroOffloadOptimizerConfig(**states)
+        self.leaf_module = DeepSpeedZeroLeafModuleConfig(**given.get("leaf_module", {}))
 
 
 class DeepSpeedFP16Config(_Section):
