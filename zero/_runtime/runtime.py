@@ -70,8 +70,6 @@ class Runtime:
         self.since_ns = time.time_ns()  # when this state was constructed or last loaded
         self.state_dicts: StateDictHooks
         """Set once, by the optimizer: makes ``model.state_dict()`` and its counterpart work on sharded parameters."""
-        self.engine: object = None
-        """The engine that trains by it, if whoever made one has said so."""
         self.has_averages = False
         """Whether masters and averages are swapped: see zero.MovingAverage."""
         self.suspended: SuspendedMemory | None = None

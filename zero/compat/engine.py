@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,7 @@ from zero._optim.loss_scale import DynamicLossScale
 from zero._ranks.distributed import DataParallel, RankDataLoader
 from zero.compat import comm
 from zero.compat.monitors import DeepSpeedMonitorConfig, EngineMonitor
-from zero.compat.parameters import end_engines
+from zero.compat.parameters import end_engines, engine_of
 from zero.compat.sections import make_folders, with_defaults
 from zero.compat.timers import ThroughputTimer
 from zero.initialize import Initialized
@@ -579,5 +580,5 @@ def initialize(
         args, model, optimizer, model_parameters, training_data, lr_scheduler, distributed_port, mpu,
         dist_init_required, collate_fn, config, mesh_param, config_params, engine_class=DeepSpeedEngine,
     )  # fmt: skip
-    built.optimizer.parts.runtime.engine = built.engine
+    engine_of[built.optimizer.parts.runtime] = ref(built.engine)
     return built

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Iterable
 from enum import Enum
 from typing import Any
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -80,11 +81,15 @@ def end_engines(model: Any) -> None:
     params = list(model.parameters()) if isinstance(model, nn.Module) else []
     owners = dict.fromkeys(param.zero_shard.owner for param in params if is_managed(param))  # type: ignore[attr-defined]
     for owner in owners:
-        if isinstance(owner, Runtime) and isinstance(owner.engine, Engine):
+        if owner in engine_of and (engine := engine_of[owner]()) is not None:
             if owner.is_log_rank:
                 logger.warning("zero.compat: the model is initialized again: the engine that it had is destroyed")
             with GatheredParameters(owner.model.parameters()):
-                owner.engine.destroy()
+                engine.destroy()
+
+
+engine_of: WeakKeyDictionary[Runtime, ref[Engine]] = WeakKeyDictionary()
+"""The door's engines, by what they train with."""
 
 
 def _info(param: nn.Parameter) -> ShardInfo:
