@@ -27,6 +27,7 @@ from comparison.tables import bases, markdown, of_accumulation, rows_of, table  
 NETWORK_COLUMNS = [
     "system", "step, ms", "tokens/s", "against FSDP2", "against the best peer", "wire, MB a node", "model states, MiB",
 ]  # fmt: skip
+MUON_COLUMNS = ["system", "step, ms", "tokens/s", "against the best peer", "wire, MB a node", "distance"]
 COMPUTE_COLUMNS = ["system", "step, ms", "tokens/s", "against FSDP2", "RSS, MiB", "model states, MiB"]
 MARKED = re.compile(r"(?<=<!-- table: )([\w -]+)( -->\n).*?(?=<!-- end of table -->)", re.DOTALL)
 
@@ -79,6 +80,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "network": lambda: _compared("compare_13m", "bfloat16 network 200mbit", 1, NETWORK_COLUMNS),
     "network x4": lambda: _compared("compare_13m", "bfloat16 network 200mbit", 4, NETWORK_COLUMNS),
     "compute": lambda: _compared("compare_compute", "bfloat16 compute loopback", 1, COMPUTE_COLUMNS),
+    "muon": lambda: _compared("compare_muon", "bfloat16 network loopback", 1, MUON_COLUMNS),
+    "muon network": lambda: _compared("compare_muon", "bfloat16 network 200mbit", 1, MUON_COLUMNS),
     "losses": lambda: _losses("tiny-1500.md"),
     "losses main": lambda: _losses("main-500.md"),
     "losses gpt2": lambda: _losses("gpt2-1500.md"),
