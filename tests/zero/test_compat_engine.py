@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import argparse
 import copy
+import gc
 import json
 from pathlib import Path
 from typing import Any, cast
+from weakref import ref
 
 import pytest
 import torch
@@ -537,6 +539,27 @@ def _check_initialized_again(rank: int, stage: int) -> None:
         assert not any(param.requires_grad for param in evaluated.parameters())
     built.destroy()
     assert all(param.requires_grad for param in evaluated.parameters())
+
+
+def _check_initialized_after_dropping(rank: int, stage: int) -> None:
+    """Scripts drop an engine instead of destroying it; what still refers to it differs between ranks."""
+    model = new_model(torch.float32)
+    first = _engine(stage, model)
+    _train(first, rank, 1)
+    kept = [first] if rank == 0 else []
+    del first
+    second = _engine(stage, model)
+    _train(second, rank, 1)
+    second.destroy()
+    last = ref(second)
+    del second, kept
+    gc.collect()
+    assert last() is None
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_model_can_be_initialized_after_its_engine_was_dropped(stage: int) -> None:
+    run_ranks(2, _check_initialized_after_dropping, stage)
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])

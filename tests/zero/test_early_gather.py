@@ -168,7 +168,7 @@ def _check_order(rank: int) -> None:
         assert LINE in described
         calls: list[int] = []
         late, _ = _events(rank, _muon, stage=stage, hook=lambda *_, calls=calls: calls.append(1))
-        assert (late, len(calls)) == (gathers, 1), "a hook sees one step"
+        assert (late[0][:6], late[1:], len(calls)) == ("update", gathers, 1), "a hook sees one step"
         for build in (_adamw, lambda model: _muon(model, WideMuon)):
             late, described = _events(rank, build, stage=stage)
             assert late == gathers, "a short update, and one that is not known: as one"
@@ -177,6 +177,52 @@ def _check_order(rank: int) -> None:
 
 def test_a_bucket_is_sent_before_the_next_update() -> None:
     run_ranks(2, _check_order)
+
+
+def _check_hook_of_one_rank(rank: int, hooked: int) -> None:
+    calls: list[int] = []
+    for options in ({"stage": 1}, {"stage": 2, "overlap_comm": False}, {"stage": 2, **CPU}):
+        calls.clear()
+        hook = (lambda *_: calls.append(1)) if rank == hooked else None
+        events, _ = _events(rank, _muon, hook=hook, **options)
+        assert sum(event.startswith("update") for event in events) == 1 or rank != hooked
+        assert len(calls) == (rank == hooked)
+
+
+@pytest.mark.parametrize("hooked", [0, 1])
+def test_a_hook_of_one_rank_makes_no_other_wait(hooked: int) -> None:
+    run_ranks(2, _check_hook_of_one_rank, hooked)
+
+
+def _check_hook_without_pieces(rank: int) -> None:
+    """One matrix, so one rank has nothing to update: a hook that communicates must run on it, too."""
+    torch.manual_seed(0)
+    model, calls = nn.Linear(4, 4, bias=False), list[int]()
+    given = Muon(model.parameters(), lr=0.1)
+    with zero_optimizer(model, given, ranks_per_node=1, stage=2) as optimizer:
+        given.register_step_post_hook(lambda *_: calls.append(1))
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+    assert len(calls) == 1
+
+
+def test_a_hook_runs_on_a_rank_without_pieces() -> None:
+    run_ranks(2, _check_hook_without_pieces)
+
+
+def _host_adam_beside_muon(model: nn.Module) -> list[Optimizer]:
+    matrices, others = matrices_and_others(model)
+    return [zero.CPUAdam(others, lr=3e-3), Muon(matrices, lr=0.02)]
+
+
+def _check_hook_of_a_fused_one(rank: int) -> None:
+    calls: list[int] = []
+    _events(rank, _host_adam_beside_muon, hook=lambda *_: calls.append(1), stage=2, **CPU)
+    assert len(calls) == 1
+
+
+def test_a_hook_of_zeros_own_beside_muon_sees_one_step() -> None:
+    run_ranks(2, _check_hook_of_a_fused_one)
 
 
 def _check_no_rank_waits(rank: int, folder: str, slow: int) -> None:

@@ -12,8 +12,8 @@ A change is waited for where the bucket is read, new parameters at the end of th
 
 It needs an optimizer that gives the same bits when it is stepped a few parameters at a time: zero's own, and those of
 torch.optim in BY_PARAMETER and OF_TENSORS, also several of them. With others all updates come first. So they do in
-files, where a step counts only after every rank has written everything. The order of exchanges is that of the buckets
-either way: it must be the same on all ranks, and a deadlock would follow otherwise.
+files, where a step counts only after every rank has written everything, and on a rank where hooks run in a step. The
+order of exchanges is the same on all ranks, also if hooks are on some alone: a deadlock would follow otherwise.
 """
 
 from __future__ import annotations
@@ -91,15 +91,26 @@ class BucketwiseUpdate:
 
     @property
     def are_sent_early(self) -> bool:
-        """Whether :meth:`update` sends what has changed; False: the write-back sends it after all updates."""
+        """Whether :meth:`update` sends what has changed; False: the write-back sends it after all updates.
+
+        The same on every rank: it must not depend on hooks, which may be on one rank alone.
+        """
         if not (self._sends_changes or self.gathers) or len(self._in_files) == len(self._pieces):
             return False
-        several = [self._inner, *optimizers_of(self._inner)]
-        return all(_updates_by_parameter(one) for one in several[1:]) and not any(_is_watched(one) for one in several)
+        return all(_updates_by_parameter(one) for one in optimizers_of(self._inner))
+
+    @property
+    def _is_watched(self) -> bool:
+        """Whether hooks run in each step of the optimizer, or of one of several, and would see many."""
+        if updater_of(self._inner).is_fused:
+            return False
+        return any(_is_watched(one) for one in [self._inner, *optimizers_of(self._inner)])
 
     @torch.no_grad()
     def update(self, factor: float, changed: Collection[int], sent: list[Work]) -> None:
         """Step every bucket in memory, write its shard, and send it. Collective.
+
+        If hooks run in a step there is one, before the first exchange.
 
         Args:
             factor: Multiplies gradients; 1 unless the optimizer is, or has, one of zero's own.
@@ -110,21 +121,23 @@ class BucketwiseUpdate:
             Exception: What went wrong here, raised after all exchanges have started.
         """
         failure: Exception | None = None
-        groups = numbers_of_groups(self._inner)
-        for buckets in self._runs:
+        groups, updates = numbers_of_groups(self._inner), self._runs
+        if self._is_watched:
+            updates = [list(self._pieces), *([] for _ in self._runs[1:])]
+        for buckets, sends in zip(updates, self._runs, strict=True):
             if failure is None:
                 try:
                     self._step(buckets, factor, groups)
                 except Exception as error:
                     failure = error
             # Also after a failure: the other ranks are in these exchanges, and would wait for this one (a deadlock).
-            sent += self._runtime.send_updated(buckets, changed)
+            sent += self._runtime.send_updated(sends, changed)
         if failure is not None:
             raise failure
 
     def _step(self, buckets: Sequence[Bucket], factor: float, groups: Mapping[int, int]) -> None:
         pieces = [piece for bucket in buckets for piece in self._pieces[bucket]]
-        if pieces:
+        if pieces or len(buckets) == len(self._pieces):  # hooks run on a rank without pieces, too
             step_pieces(self._inner, pieces, factor, groups)
         for bucket in buckets:
             if self._pieces[bucket] and not folds(self._inner):
@@ -143,9 +156,7 @@ def _updates_by_parameter(inner: Optimizer) -> bool:
 
 
 def _is_watched(inner: Optimizer) -> bool:
-    """Whether hooks run in each step of ``inner`` and would see several. A scheduler's wrapper only notes the call."""
-    if updater_of(inner).is_fused:
-        return False
+    """Whether hooks run in each step of ``inner``. A scheduler's wrapper only notes the call."""
     of_all = _global_optimizer_pre_hooks, _global_optimizer_post_hooks
     own = inner._optimizer_step_pre_hooks, inner._optimizer_step_post_hooks
     is_replaced = "step" in vars(inner) and not getattr(inner.step, "_wrapped_by_lr_sched", False)

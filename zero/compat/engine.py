@@ -8,7 +8,6 @@ from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
-from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -25,7 +24,7 @@ from zero._optim.loss_scale import DynamicLossScale
 from zero._ranks.distributed import DataParallel, RankDataLoader
 from zero.compat import comm
 from zero.compat.monitors import DeepSpeedMonitorConfig, EngineMonitor
-from zero.compat.parameters import end_engines, engine_of
+from zero.compat.parameters import drop_engine, end_engines, hold_engine
 from zero.compat.sections import make_folders, with_defaults
 from zero.compat.timers import ThroughputTimer
 from zero.initialize import Initialized
@@ -487,6 +486,13 @@ class DeepSpeedEngine(zero.Engine):
     def empty_partition_cache(self) -> None:
         """Do nothing: parameters are released when their module's forward or backward ends."""
 
+    def destroy(self) -> None:
+        """See :meth:`zero.Engine.destroy`."""
+        try:
+            super().destroy()
+        finally:
+            drop_engine(self)
+
     def module_state_dict(
         self,
         destination: Any = None,
@@ -580,5 +586,5 @@ def initialize(
         args, model, optimizer, model_parameters, training_data, lr_scheduler, distributed_port, mpu,
         dist_init_required, collate_fn, config, mesh_param, config_params, engine_class=DeepSpeedEngine,
     )  # fmt: skip
-    engine_of[built.optimizer.parts.runtime] = ref(built.engine)
+    hold_engine(built.engine)
     return built

@@ -7,7 +7,6 @@ import logging
 from collections.abc import Callable, Iterable
 from enum import Enum
 from typing import Any
-from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +18,8 @@ from zero._sharding.bucket import BucketState, ShardInfo, is_managed
 
 logger = logging.getLogger("zero")
 _NUMBERS = itertools.count()
+_ENGINE = "engine_of_the_door"
+"""An attribute of what an engine trains with: the engine."""
 _orig_torch_arange = torch.arange
 partitioned_param_data_shape = [0]
 """The shape of DeepSpeed's released parameters; here they keep theirs: see ``ds_status``."""
@@ -81,15 +82,21 @@ def end_engines(model: Any) -> None:
     params = list(model.parameters()) if isinstance(model, nn.Module) else []
     owners = dict.fromkeys(param.zero_shard.owner for param in params if is_managed(param))  # type: ignore[attr-defined]
     for owner in owners:
-        if owner in engine_of and (engine := engine_of[owner]()) is not None:
+        if (engine := getattr(owner, _ENGINE, None)) is not None:
             if owner.is_log_rank:
                 logger.warning("zero.compat: the model is initialized again: the engine that it had is destroyed")
             with GatheredParameters(owner.model.parameters()):
                 engine.destroy()
 
 
-engine_of: WeakKeyDictionary[Runtime, ref[Engine]] = WeakKeyDictionary()
-"""The door's engines, by what they train with."""
+def hold_engine(engine: Engine) -> None:
+    """Until :func:`drop_engine`, or until the model is freed: whether a script still refers to it differs by rank."""
+    vars(engine.optimizer.parts.runtime)[_ENGINE] = engine
+
+
+def drop_engine(engine: Engine) -> None:
+    """After it is destroyed."""
+    vars(engine.optimizer.parts.runtime).pop(_ENGINE, None)
 
 
 def _info(param: nn.Parameter) -> ShardInfo:
