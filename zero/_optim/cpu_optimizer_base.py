@@ -157,7 +157,7 @@ class CPUOptimizer(Optimizer, ABC):
 
     moments: ClassVar[tuple[str, ...]] = ()
     """State names of the rule's moments, in its order."""
-    updater_class: ClassVar[type[Updater]] = FusedUpdater
+    zero_updater_class: ClassVar[type[Updater]] = FusedUpdater
     stands_for: str = ""
     """The optimizer that the user gave, if this one replaces it."""
 

@@ -66,7 +66,7 @@ def widened(grad: Tensor, master: Tensor, factor: float) -> Tensor:
 
 def updater_of(optimizer: Optimizer) -> Updater:
     """Whatever updates the tensors of ``optimizer``; it says so by an attribute of its class."""
-    kind: type[Updater] = getattr(type(optimizer), "updater_class", Updater)
+    kind: type[Updater] = getattr(type(optimizer), "zero_updater_class", Updater)
     return kind(optimizer)
 
 
