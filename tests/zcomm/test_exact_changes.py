@@ -24,6 +24,7 @@ from zcomm import (
     BackendUnavailableError,
     DamagedError,
     DeltaGather,
+    DivergedError,
     FormatError,
     LayoutError,
     MessageError,
@@ -32,6 +33,7 @@ from zcomm import (
 )
 from zcomm._kernels import ulps
 from zcomm._transport import backend
+from zcomm.testing import Simulation
 
 PLACES = [(1, 1), (2, 1), (2, 2), (3, 1), (4, 2), (4, 4)]
 """Ranks, and how many of them are in a node."""
@@ -250,6 +252,64 @@ def _check_one_rank_fails(rank: int) -> None:
 
 def test_after_an_error_of_one_rank_a_refresh_makes_replicas_equal() -> None:
     run_ranks(2, _check_one_rank_fails)
+
+
+def _survives_damage(rank: int) -> tuple[bool, Tensor]:
+    """Whether the first update failed, and the replica after a refresh and a second one."""
+    t, steps = zcomm.Topology(ranks_per_node=2), _stream(rank, 500, 4)
+    gather, has_failed = DeltaGather(torch.zeros(4 * 500, dtype=torch.bfloat16), t, format="exact"), False
+    gather.refresh(steps[0])
+    try:
+        gather.update(steps[1])
+    except MessageError:
+        has_failed = True
+    gather.refresh(steps[2])
+    gather.update(steps[3])
+    t.close()
+    return has_failed, gather.replica.view(4, -1)
+
+
+def test_a_damaged_head_on_the_first_hop_keeps_no_rank_waiting() -> None:
+    """The receiver has nothing whole to forward, but its node waits for it."""
+    expected, room = torch.stack([_stream(rank, 500, 4)[3] for rank in range(4)]), ulps.max_message_nbytes(500)
+    flipped, simulation = [], Simulation(4, seed=DAY)
+
+    def flip(received: Tensor) -> None:
+        if received.numel() == room and not flipped:
+            received[DAY % ulps.HEAD_NBYTES] ^= 4
+            flipped.append(True)
+
+    simulation.network.flip = flip
+    outcomes = simulation.run(_survives_damage)
+    assert [outcome.error for outcome in outcomes] == [None] * 4
+    assert sorted(outcome.result[0] for outcome in outcomes) == [False, False, True, True], "one node"
+    assert all(torch.equal(outcome.result[1], expected) for outcome in outcomes)
+
+
+def _cancelled(rank: int) -> Tensor:
+    """An update that stands in the queue behind a deadlock is never sent, but this rank's row has its values."""
+    t, steps = zcomm.Topology(ranks_per_node=2), _stream(rank, 500, 4)
+    gather = DeltaGather(torch.zeros(4 * 500, dtype=torch.bfloat16), t, format="exact")
+    gather.refresh(steps[0])
+    numel = 64 if rank else 128
+    diverged = zcomm.all_gather_single(torch.zeros(4 * numel), torch.zeros(numel), t, async_op=True)
+    for work in (diverged, gather.update(steps[1], async_op=True)):
+        assert work is not None
+        with pytest.raises(DivergedError):
+            work.wait()
+    with pytest.raises(StateError, match="refresh"):
+        gather.update(steps[2])
+    gather.refresh(steps[2])
+    gather.update(steps[3])
+    t.close()
+    return gather.replica.view(4, -1)
+
+
+def test_after_a_cancelled_update_a_refresh_makes_replicas_equal() -> None:
+    expected = torch.stack([_stream(rank, 500, 4)[3] for rank in range(4)])
+    for outcome in Simulation(4, seed=DAY).run(_cancelled):
+        assert outcome.error is None, outcome.error
+        assert torch.equal(outcome.result, expected)
 
 
 def test_what_is_refused() -> None:

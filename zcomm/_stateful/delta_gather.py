@@ -20,9 +20,10 @@ Training" (arXiv:2410.15526).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Literal
 
 import torch
@@ -128,7 +129,8 @@ class DeltaGather:
         shard = self._prepare(shard, async_op=async_op)
         exact = replace(self._route, hops=tuple((hop, FORMATS["none"]) for hop, _ in self._route.hops))
         self.is_valid = True
-        return self._run(self._refresh_steps(shard, Encoder(exact, shard.numel())), shard, async_op=async_op)
+        steps = partial(self._refresh_steps, shard, Encoder(exact, shard.numel()))
+        return self._run(steps, shard, async_op=async_op)
 
     def update(self, shard: Tensor, *, random: RandomKey | None = None, async_op: bool = False) -> Work | None:
         """Send the difference between ``shard`` and its row of the replica; add what arrives. Collective.
@@ -155,7 +157,7 @@ class DeltaGather:
         if self._route.world_size == 1:
             return self.refresh(shard, async_op=async_op)
         encoder = Encoder(self._route, shard.numel(), random, rank=self._rank)
-        return self._run(self._update_steps(shard, encoder), shard, async_op=async_op)
+        return self._run(partial(self._update_steps, shard, encoder), shard, async_op=async_op)
 
     def invalidate(self) -> None:
         """The replica was written, or may differ between ranks: the next call must be a refresh."""
@@ -171,21 +173,28 @@ class DeltaGather:
                 f"shard must be as long as its row of the replica, on its device: numel={shard.numel()} on "
                 f"{shard.device}, a row of {numel} on {self._rows.device}"
             )
-        if self._work is not None:
-            self._work.wait()  # the next delta is relative to the replica that this one writes
+        work, self._work = self._work, None
+        if work is not None:
+            # The next delta is relative to the replica that this one writes. A refresh needs none of its values.
+            with nullcontext() if self.is_valid else suppress(Exception):
+                work.wait()
         return shard
 
-    def _run(self, steps: Steps, shard: Tensor, *, async_op: bool) -> Work | None:
+    def _run(self, start: Callable[[], Steps], shard: Tensor, *, async_op: bool) -> Work | None:
         route = self._route
         has_any = shard.numel() if self._uneven is None else self._uneven.numel_of_all
-        steps = self._invalidate_on_error(steps if has_any else nothing())
+        steps = self._invalidate_on_error(start if has_any else nothing)
+        next(steps)
         with nullcontext() if self._uneven is None else self._uneven.among_equals():
             count = len(route.hops)
             self._work = run(steps, shard, self._rows, async_op=async_op, queue=route.queue, num_exchanges=count)
         return self._work
 
-    def _invalidate_on_error(self, steps: Steps) -> Steps:
+    def _invalidate_on_error(self, start: Callable[[], Steps]) -> Steps:
+        """What ``start`` returns. The first step calls it, so that steps cancelled in the queue are an error, too."""
         try:
+            steps = start()
+            yield None
             yield from steps
         except BaseException:
             # Some ranks may have added messages that others did not get: E1 no longer holds.

@@ -11,13 +11,14 @@ Invariants:
     O2  A shard is encoded, and this rank's row of the replica written, before the call returns: they have the same bits
         even if the caller writes the next values while the message is in flight.
 
-If a message is damaged on its way, all ranks raise with ZCOMM_CHECK=1; without it the receiver alone, as in every
-format.
+If a message is damaged on its way, all ranks raise with ZCOMM_CHECK=1; without it the receiver and those that it
+forwards to, as in every format.
 """
 
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -33,7 +34,7 @@ from zcomm._transport.backend import UNEVEN_GATHER
 from zcomm._transport.route import Route
 from zcomm._transport.topology import Numbering
 from zcomm._transport.work import Steps
-from zcomm.errors import BackendUnavailableError, FormatError
+from zcomm.errors import BackendUnavailableError, FormatError, MessageError
 
 EXACT = "exact"
 """The name of exact changes where a format is asked for."""
@@ -112,6 +113,8 @@ class ExactReplica(UnevenReplica):
         """The messages of ``rows``, which lie side by side at the start of ``room``; none if that is empty."""
         for row in rows:
             if room.numel() and self._room[row]:
-                nbytes = ulps.message_nbytes(room)
+                nbytes = room.numel()
+                with suppress(MessageError):  # decode() raises it, when no rank waits for this one to forward
+                    nbytes = ulps.message_nbytes(room)
                 yield row, room[:nbytes]
                 room = room[nbytes:]
