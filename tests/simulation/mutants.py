@@ -152,7 +152,7 @@ MUTANTS = (
         "a gather is used before it has ended", GATHERER, "        self._issue(bucket)\n        self._wait(bucket)", "        self._issue(bucket)\n        self._pool._lent.clear()", "training",
     ),
     ProtocolMutant(
-        "new parameters are not waited for", WRITE_BACK, "        for work in works:\n            work.wait()\n", "", "training",
+        "new parameters are not waited for", WRITE_BACK, "        for work in sent:\n            work.wait()\n", "", "training",
     ),
     ProtocolMutant(
         "the order of gathers is not compared", GATHERER, "        if bool((control.gather_float64(mine, self._ranks) != mine).any()):", "        if False:", "training",
