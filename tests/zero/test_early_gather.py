@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +20,7 @@ from tests.ranks import run_ranks, topology
 from tests.zero.models import as_vector, batch, loss_of, new_model
 from tests.zero.test_joint_update import _sharing
 from tests.zero.training import assert_same_bits, full_values, train, zero_optimizer
-from tests.zero.whole_optimizers import WideMuon, matrices_and_others
+from tests.zero.whole_optimizers import WideMuon, matrices_and_others, steps_in_turn
 from zcomm import StateError
 from zero._runtime import write_back
 from zero._step import bucketwise_update
@@ -227,19 +226,7 @@ def test_a_hook_of_zeros_own_beside_muon_sees_one_step() -> None:
 
 def _check_no_rank_waits(rank: int, folder: str, slow: int) -> None:
     """Rank ``slow`` begins its first update after all others have ended their last: none may need its parameters."""
-    calls, step, done = list[Any](), BucketwiseUpdate._step, Path(folder)
-    others = [done / str(other) for other in range(4) if other != slow]
-
-    def step_in_turn(self: BucketwiseUpdate, *arguments: Any) -> None:
-        stop = time.monotonic() + 60
-        while rank == slow and not calls and not all(path.exists() for path in others):
-            assert time.monotonic() < stop, "other ranks wait for this one's update"
-            time.sleep(0.01)
-        step(self, *arguments)
-        calls.append(arguments)
-        if len(calls) == len(self._runs):
-            (done / str(rank)).touch()
-
+    calls, step_in_turn = steps_in_turn(rank, folder, slow)
     model = new_model(torch.bfloat16)
     with _one_by_one() as patch, zero_optimizer(model, _muon(model), ranks_per_node=2, stage=2, **SMALL) as optimizer:
         patch.setattr(BucketwiseUpdate, "_step", step_in_turn)

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from tests.zero.test_delta_hpz import EXACT, replicas_of, residuals_of
 from tests.zero.test_delta_hpz_state import check_goes_on_from_a_checkpoint
 from tests.zero.test_delta_hpz_state import everything_of as everything_of_hpz
 from tests.zero.training import assert_same_bits, full_values, train, zero_optimizer
-from tests.zero.whole_optimizers import BUILDERS, matrices_and_others, train_plainly
+from tests.zero.whole_optimizers import BUILDERS, matrices_and_others, steps_in_turn, train_plainly
 from zero._step import bucketwise_update
 from zero._step.bucketwise_update import BucketwiseUpdate
 from zero.utils import safe_get_full_fp32_param
@@ -168,19 +167,7 @@ def test_between_nodes_it_sends_what_adamw_sends() -> None:
 
 def _check_no_rank_waits(rank: int, folder: str, slow: int) -> None:
     """Rank ``slow`` begins its first update after all others have ended their last: none may need its change."""
-    calls, step, done = [], BucketwiseUpdate._step, Path(folder)
-    others = [done / f"{slow} {other}" for other in range(4) if other != slow]
-
-    def step_in_turn(self: BucketwiseUpdate, *arguments: Any) -> None:
-        stop = time.monotonic() + 60
-        while rank == slow and not calls and not all(path.exists() for path in others):
-            assert time.monotonic() < stop, "other ranks wait for this one's update"
-            time.sleep(0.01)
-        step(self, *arguments)
-        calls.append(arguments)
-        if len(calls) == len(self._runs):
-            (done / f"{slow} {rank}").touch()
-
+    calls, step_in_turn = steps_in_turn(rank, folder, slow)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bucketwise_update, "RUN_NUMEL", 1)
         patch.setattr(BucketwiseUpdate, "_step", step_in_turn)

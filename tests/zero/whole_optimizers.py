@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,8 +14,9 @@ from torch.optim import AdamW, Optimizer
 from tests.ranks import by_first_rank
 from tests.zero.models import batch, loss_of, set_values
 from zero import Lamb
+from zero._step.bucketwise_update import BucketwiseUpdate
 
-__all__ = ["BUILDERS", "WideMuon", "matrices_and_others", "train_plainly"]
+__all__ = ["BUILDERS", "WideMuon", "matrices_and_others", "steps_in_turn", "train_plainly"]
 
 
 class WideMuon(torch.optim.Muon):
@@ -98,3 +101,21 @@ def train_plainly(
         return [param.detach() for param in model.parameters()]
 
     set_values(model, by_first_rank(train))
+
+
+def steps_in_turn(rank: int, folder: str, slow: int) -> tuple[list[Any], Callable[..., None]]:
+    """Calls of ``BucketwiseUpdate._step``, and a replacement: rank ``slow`` of 4 begins after the others have ended."""
+    calls, step = list[Any](), BucketwiseUpdate._step
+    others = [Path(folder) / str(other) for other in range(4) if other != slow]
+
+    def step_in_turn(self: BucketwiseUpdate, *arguments: Any) -> None:
+        stop = time.monotonic() + 60
+        while rank == slow and not calls and not all(path.exists() for path in others):
+            assert time.monotonic() < stop, "other ranks wait for this one's update"
+            time.sleep(0.01)
+        step(self, *arguments)
+        calls.append(arguments)
+        if len(calls) == len(self._runs):
+            (Path(folder) / str(rank)).touch()
+
+    return calls, step_in_turn

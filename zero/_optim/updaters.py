@@ -1,7 +1,10 @@
-"""Who runs an update: a torch optimizer's own step on all tensors, or one pass of zero's own over each tensor.
+"""Who runs an update: the step of a torch optimizer on all tensors, or one of zero's own in one pass over each tensor.
 
-prepare   torch: the gradient is widened and multiplied, and the tensor goes into the optimizer's next step()
-finish    torch: the new value is copied to where the parameter is; zero's: all of it in one pass
+              torch's                                                        zero's
+    prepare   multiplies the gradient; the tensor goes into the next step()  nothing
+    finish    copies the new value to the parameter                          the whole update
+
+An optimizer's class names its updater by the attribute ``zero_updater_class``.
 """
 
 from __future__ import annotations
@@ -65,11 +68,11 @@ def widened(grad: Tensor, master: Tensor, factor: float) -> Tensor:
 
 
 def updater_of(optimizer: Optimizer) -> Updater:
-    """Whatever updates the tensors of ``optimizer``; it says so by an attribute of its class."""
+    """Return the updater of ``optimizer``."""
     kind: type[Updater] = getattr(type(optimizer), "zero_updater_class", Updater)
     return kind(optimizer)
 
 
 def updaters_of_groups(optimizer: Optimizer) -> list[Updater]:
-    """That of each parameter group."""
+    """Return the updater of each parameter group of ``optimizer``."""
     return [updater for one in optimizers_of(optimizer) for updater in [updater_of(one)] * len(one.param_groups)]
