@@ -147,7 +147,7 @@ class DeltaGather:
             LayoutError, FormatError: ``shard`` or ``random`` do not fit. All are raised before any communication.
 
         Cost for each rank: that of an all-gather of n elements in the format. Scratch: the messages, and n elements in
-        float32; with exact changes room for the longest messages, 2 bytes for each element of the replica.
+        float32; with exact changes room for the longest messages, at most 4 bytes for each element of the replica.
         """
         check_random(random, self._format)
         if not self.is_valid:
