@@ -5,7 +5,9 @@ Then what is left on the disk is loaded by a new job, on another number of ranks
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import random
 import tempfile
 from dataclasses import replace
@@ -36,7 +38,7 @@ def draw(seed: int) -> Scenario:
     kind = rng.choice(("", "power", "power", "power", "full", "dies" if world_size > 1 else "power"))
     if not kind:
         return scenario
-    at = rng.randrange(40 + 250 * len(tags) * world_size)
+    at = rng.randrange(24 * len(tags)) if kind == "power" else rng.randrange(40 + 150 * len(tags) * world_size)
     return replace(scenario, fault=Fault(kind, rng.randrange(world_size), at))
 
 
@@ -63,16 +65,19 @@ def run(scenario: Scenario, trace: list[str] | None = None) -> Result:
             for rank in range(scenario.world_size):
                 simulation.kill(rank)
 
-        if fault is not None and fault.kind == "full":
+        kind = "" if fault is None else fault.kind
+        if kind == "full":
             disk.full_after[fault.rank] = fault.at
-        elif fault is not None:
-            fails = lose_power if fault.kind == "power" else partial(simulation.kill, fault.rank)
-            simulation.scheduler.at[fault.at] = fails
+        elif kind == "power":
+            disk.fails_at = fault.at, lose_power
+        elif kind == "dies":
+            simulation.scheduler.at[fault.at] = partial(simulation.kill, fault.rank)
         with disk.recording():
             outcomes = simulation.run(partial(_save, scenario, root, told))
-        scheduler = simulation.scheduler
         problem = _problem_of_saves(scenario, outcomes)
-        where = left if reached else root  # the process is gone, but not the disk
+        if kind == "power" and not reached:  # all was saved before
+            lose_power()
+        where, scheduler = left if reached else root, simulation.scheduler  # a rank that dies leaves the disk
         if not problem:
             loaded = Simulation(rng.choice((1, 2)), scenario.seed, timeout_s=TIMEOUT_S).run(partial(_load, where))
             problem = _problem_of_loads(loaded, least=reached[0] if reached else min(told), most=len(scenario.calls))
@@ -84,9 +89,11 @@ def _problem_of_saves(scenario: Scenario, outcomes: list[Any]) -> str:
         is_named = isinstance(one.error, (CommunicationError, DivergedError, zero.CheckpointError))
         if one.error is not None and not one.is_killed and (scenario.fault is None or not is_named):
             return f"P2: rank {rank} ends with {one.error!r}"
-    kinds = {type(one.error) for one in outcomes if not one.is_killed}
-    if scenario.fault is not None and scenario.fault.kind == "full" and len(kinds) > 1:
-        return f"P2: a full disk of rank {scenario.fault.rank}: ranks end with {[one.error for one in outcomes]!r}"
+    endings = {str(one.error) for one in outcomes}
+    if scenario.fault is not None and scenario.fault.kind == "full":
+        is_named = endings == {"None"} or os.strerror(errno.ENOSPC) in "".join(endings)
+        if len(endings) > 1 or not is_named:
+            return f"P2: a full disk of rank {scenario.fault.rank}: ranks end with {[one.error for one in outcomes]!r}"
     return ""
 
 

@@ -28,9 +28,10 @@ class Fault:
         restarts    so does the whole job, and starts again over the same store
         interrupted somebody presses Ctrl+C
         stopped     it does nothing for some seconds
-        power       all ranks and the disk stop
         full        it can create no more files
         file errors it can write to no file of its offloaded values
+    after ``at`` events of the disk, or at the end:
+        power       all ranks and the disk stop
     otherwise:
         slow        messages take seconds
         flips       a bit of message ``at`` changes on the way; ZCOMM_CHECK=1

@@ -13,6 +13,7 @@ import torch.distributed as dist
 import zcomm
 from tests.simulation.definition import Alone, Fault, Scenario
 from zcomm import CommunicationError, DivergedError, Topology, control
+from zcomm._base.daemon_threads import end_daemons
 from zcomm._base.rank_context import clock
 from zcomm._transport.backend import gather_ints
 from zcomm._transport.collective_log import failing
@@ -227,6 +228,12 @@ def _part(world_size: int, rank: int, _: Any) -> bool:
     return found
 
 
+def _exit(world_size: int, rank: int, topology: Any) -> list[float]:
+    """The process is about to end, and an exit handler of the program calls collectives."""
+    end_daemons()
+    return _asynchronous(world_size, rank, topology)
+
+
 CALLS: dict[str, Callable[[int, int, Any], Any]] = {
     "companion": lambda _, rank, topology: control.any_(torch.tensor(rank == 1), topology.companion).item(),
     "background": _background,
@@ -239,6 +246,7 @@ CALLS: dict[str, Callable[[int, int, Any], Any]] = {
     "gather": _gather,
     "async": _asynchronous,
     "part": _part,
+    "exit": _exit,
 }
 EXPECTED: dict[str, Callable[[int, int], Any]] = {
     "companion": lambda _, __: True,
@@ -253,21 +261,22 @@ EXPECTED: dict[str, Callable[[int, int], Any]] = {
     "async": lambda world_size, _: [*(rank + 1.0 for rank in range(world_size)), world_size * (world_size + 1) / 2],
     "part": lambda _, __: True,
 }
-NEED_TOPOLOGY = ("companion", "background", "agree", "one fails", "any", "broadcast", "gather", "async")
-OPERATIONS = ("topology", "close", "reopen", *CALLS)
+EXPECTED["exit"] = EXPECTED["async"]
+NEED_TOPOLOGY = ("companion", "background", "agree", "one fails", "any", "broadcast", "gather", "async", "exit")
+OPERATIONS = ("topology", "close", "reopen", *(call for call in CALLS if call != "exit"))
 
 
 def draw(seed: int) -> Scenario:
     """The scenario of ``seed``."""
     rng = random.Random(f"protocols {seed}")
     world_size = rng.choice((2, 3, 4))
-    calls = tuple(rng.choice(OPERATIONS) for _ in range(rng.randint(2, 5)))
+    calls = tuple(rng.choice(OPERATIONS) for _ in range(rng.randint(2, 5))) + ("exit",) * (rng.random() < 0.1)
     scenario = Scenario("protocols", seed, world_size, 1 if world_size == 3 else rng.choice((1, 2)), calls)
     kind = rng.choice(("", *FAULTS))
     if not kind:
         return scenario
     if kind in ALONE_FAULTS:
-        watched = [number for number, call in enumerate(calls) if call in NEED_TOPOLOGY]
+        watched = [number for number, call in enumerate(calls) if call in NEED_TOPOLOGY and call != "exit"]
         return scenario.with_fault(kind, rng.randrange(world_size), rng.choice(watched)) if watched else scenario
     at = rng.randrange(len(calls) + 1) if kind in AT_CALL else rng.randrange(NUM_EVENTS * len(calls))
     return scenario.with_fault(kind, rng.randrange(world_size), at)

@@ -6,6 +6,7 @@ import json
 import math
 import random
 import tempfile
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -37,8 +38,8 @@ MODES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 EXACT = ("stage 0", "stage 1", "stage 2", "stage 3", "persistent", "offloaded", "files", "all in files")
 """Modes whose values are those of plain training, but for the order of sums."""
-CALLS = ("clip", "no_sync", "evaluate", "gather", "state_dict", "uneven")
-STEPS = ("step", "clip", "no_sync", "uneven")
+CALLS = ("clip", "no_sync", "evaluate", "gather", "state_dict", "uneven", "in block")
+STEPS = ("step", "clip", "no_sync", "uneven", "in block")
 FAULTS = ("raises", "dies", "interrupted", "stopped", "slow", "flips", "file errors")
 NUM_EVENTS = 1200
 FAILED = "a step has failed"
@@ -80,7 +81,11 @@ def _train(scenario: Scenario, rank: int, folder: str, history: list[str] | None
 
 
 def _called(call: str, optimizer: zero.ZeroOptimizer, model: nn.Sequential, x: Tensor, rank: int) -> list[Any]:
-    """Make ``call``; its results. "uneven": the first rank uses one layer alone."""
+    """Make ``call``; its results.
+
+    "uneven": the first rank uses one layer alone. "in block": parameters are gathered before
+    the step, and used after it.
+    """
     results: list[Any] = []
     if call in STEPS:
         if call == "no_sync":
@@ -90,7 +95,10 @@ def _called(call: str, optimizer: zero.ZeroOptimizer, model: nn.Sequential, x: T
         loss.backward()
         if call == "clip":
             results.append(optimizer.clip_grad_norm_(0.1).item())
-        optimizer.step()
+        with zero.GatheredParameters(list(model.parameters())) if call == "in block" else nullcontext():
+            optimizer.step()
+            if call == "in block":
+                results.append(model(x).sum().item())
         optimizer.zero_grad()
         results.append(loss.item())
     elif call == "evaluate":
@@ -128,12 +136,13 @@ def oracle(scenario: Scenario) -> list[list[Any]]:
             elif call == "gather":
                 results[rank].append(_sums(model))
         if call in STEPS:
-            if call == "clip":
-                norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1).item()
-                for of_rank in results:
-                    of_rank.insert(len(of_rank) - 1, norm)
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1 if call == "clip" else math.inf).item()
             optimizer.step()
             optimizer.zero_grad()
+            for rank, of_rank in enumerate(results):  # before the loss
+                after = [norm] * (call == "clip")
+                after += [model(batch(number, rank)).sum().item()] * (call == "in block")
+                of_rank[-1:-1] = after
     return [[*of_rank, _sums(model)] for of_rank in results]
 
 

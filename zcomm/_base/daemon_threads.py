@@ -9,38 +9,38 @@ from __future__ import annotations
 
 import atexit
 import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from queue import SimpleQueue
 
-from zcomm._base.rank_context import bound, threads
+from zcomm._base.rank_context import PerRank, bound, clock, threads
 
 END_S = 5.0
 """For all threads together. One may wait for a rank that never answers."""
 
-_THREADS: list[tuple[threading.Thread, Callable[[], object]]] = []
+_THREADS = PerRank(list[tuple[threading.Thread, Callable[[], object]]])
 _LOCK = threading.Lock()
 
 
 def start_daemon(target: Callable[[], None], name: str, end: Callable[[], object] = int) -> threading.Thread:
     """Start a daemon thread that runs ``target``; ``end``, called at exit, makes it return once it is idle."""
-    thread = threads().Thread(target=bound(target), name=name, daemon=True)
+    thread, started = threads().Thread(target=bound(target), name=name, daemon=True), _THREADS()
     with _LOCK:
-        _THREADS[:] = [known for known in _THREADS if known[0].is_alive()]
+        started[:] = [known for known in started if known[0].is_alive()]
         thread.start()
-        _THREADS.append((thread, end))
+        started.append((thread, end))
     return thread
 
 
 @atexit.register
-def _end_all() -> None:
-    stop, running = time.monotonic() + END_S, list(_THREADS)
+def end_daemons() -> None:
+    """Tell this rank's threads to end, and wait for them, :data:`END_S` at most."""
+    stop, running = clock().monotonic() + END_S, list(_THREADS())
     for _, end in running:
         with suppress(Exception):
             end()
     for thread, _ in running:
-        thread.join(max(stop - time.monotonic(), 0.0))
+        thread.join(max(stop - clock().monotonic(), 0.0))
 
 
 class DaemonThread:

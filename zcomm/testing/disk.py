@@ -12,7 +12,7 @@ import errno
 import os
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,6 +45,10 @@ class SimulatedDisk:
     scheduler: Scheduler
     full_after: dict[int, int] = field(default_factory=dict)
     """By rank: after so many events of the job its disk is full, and files and folders cannot be created."""
+    fails_at: tuple[int, Callable[[], None]] | None = None
+    """Of the events below the folder, counted from 1: the call that comes before it, such as a power failure."""
+    num_events: int = 0
+    """Those below the folder so far: files created, renamed, deleted, synced."""
     _durable: dict[Path, _File] = field(default_factory=dict)
     _now: dict[Path, _File] = field(default_factory=dict)
     _pending: list[tuple[Path, Path, _File | None]] = field(default_factory=list)
@@ -59,9 +63,14 @@ class SimulatedDisk:
         fsync = os.fsync
 
         def synced(number: Any, /) -> None:
-            fsync(number)
             descriptor = number if isinstance(number, int) else number.fileno()
-            self._synced(Path(f"/proc/self/fd/{descriptor}").readlink())
+            path = Path(f"/proc/self/fd/{descriptor}").readlink()
+            is_below = self.root == path or self.root in path.parents
+            if is_below:
+                self._event("fsync")
+            fsync(number)
+            if is_below:
+                self._synced(path)
 
         os.fsync = synced  # type: ignore[assignment]
         _DISKS.append(self)
@@ -71,9 +80,17 @@ class SimulatedDisk:
             _DISKS.remove(self)
             os.fsync = fsync
 
+    def _event(self, what: str) -> None:
+        """Something is about to happen: before it other ranks may run, or the power may fail."""
+        self.num_events += 1
+        if self.fails_at is not None and self.num_events >= self.fails_at[0]:
+            self.scheduler.at[self.scheduler.num_events] = self.fails_at[1]
+            self.fails_at = None
+        self.scheduler.pause(what)
+
     def _changes(self, event: str, path: Path, to: Path | None) -> None:
         """A name below the folder is about to change."""
-        self.scheduler.pause(event)  # before the change, and at each of them other ranks may run, or the power fail
+        self._event(event)
         full_after = self.full_after.get(self.scheduler.current.rank, sys.maxsize)
         if event in ("open", "os.mkdir") and self.scheduler.num_events > full_after:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
@@ -95,15 +112,12 @@ class SimulatedDisk:
         self._pending.append((path.parent, path, file))
 
     def _synced(self, path: Path) -> None:
-        if self.root != path and self.root not in path.parents:
-            return
         if path.is_dir():
             for change in [change for change in self._pending if change[0] == path]:
                 self._apply(self._durable, change)
                 self._pending.remove(change)
         elif path in self._now:
             self._now[path].synced = path.read_bytes()
-        self.scheduler.pause("fsync")
 
     @staticmethod
     def _apply(names: dict[Path, _File], change: tuple[Path, Path, _File | None]) -> None:

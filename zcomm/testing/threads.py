@@ -190,6 +190,7 @@ class SimulatedExecutor:
         if not self._is_running:
             self._is_running = True
             self.scheduler.spawn(self.scheduler.current.rank, self._name, self._serve)
+        self.scheduler.pause("submit")  # the thread may be faster than the one that submits
         return future
 
     def _serve(self) -> None:
