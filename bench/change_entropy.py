@@ -12,7 +12,9 @@ schedule is a linear warm-up and a cosine down to a tenth of ``--lr``. Two kinds
 
 A row has the zeroth-order entropy of the change of bf16(master), in units in the last place and in bits an element;
 what the lossless coder really uses (``bits``), and the same for each kind of tensor. ``int4`` and ``nf4``: the entropy
-of the gradients' codes in these formats, without their scales; sent as they are, a code has 4 bits.
+of the gradients' codes in these formats, without their scales; sent as they are, a code has 4 bits. With error feedback
+what a message has rounded off is added to the next one: ``int4+res`` is the entropy of a gradient's codes then, and
+``changes`` that of the codes in which ``mode="delta_hpz"`` with ``changes="int4"`` sends the changes.
 """
 
 from __future__ import annotations
@@ -56,6 +58,8 @@ COLUMNS = [
     Column("unchanged", "unchanged", ".4f"),
     Column("int4", "int4 codes", ".3f"),
     Column("nf4", "nf4 codes", ".3f"),
+    Column("int4_residual", "int4+res", ".3f"),
+    Column("int4_changes", "changes", ".3f"),
 ]
 
 
@@ -100,6 +104,12 @@ class Trainee:
         self.optimizer = torch.optim.AdamW(self.masters.values(), betas=(0.9, 0.95), weight_decay=0.1, fused=True)
         self.step_number, self.loss = 0, float("nan")
         self.gradients: dict[str, Tensor] = {}
+        self.residuals = {name: torch.zeros(master.numel()) for name, master in self.masters.items()}
+        """What int4 messages of gradients have rounded off."""
+        self.held = {name: master.flatten().clone() for name, master in self.masters.items()}
+        """What a receiver of int4 changes has."""
+        self.codes: dict[str, tuple[Tensor, Tensor]] = {}
+        """Of the last step: of gradients with residuals, and of changes."""
 
     def step(self, lr: float) -> dict[str, tuple[Tensor, Tensor]]:
         """Train one step; new and old bf16 values of each parameter, flat."""
@@ -120,7 +130,19 @@ class Trainee:
                 old = param.detach().flatten().clone()
                 param.copy_(self.masters[name])
                 changes[name] = param.detach().flatten(), old
+                self.codes[name] = self._gradient_codes(name), self._change_codes(name)
         return changes
+
+    def _gradient_codes(self, name: str) -> Tensor:
+        wanted = self.residuals[name].add_(self.gradients[name])
+        codes, sent = coded(wanted, "int4")
+        wanted -= sent
+        return codes
+
+    def _change_codes(self, name: str) -> Tensor:
+        codes, sent = coded(self.masters[name].flatten() - self.held[name], "int4")
+        self.held[name] += sent
+        return codes
 
     def clone(self) -> Trainee:
         """Another one in the same state."""
@@ -129,6 +151,8 @@ class Trainee:
         with torch.no_grad():
             for name, master in self.masters.items():
                 other.masters[name].copy_(master)
+                other.residuals[name].copy_(self.residuals[name])
+                other.held[name].copy_(self.held[name])
         other.optimizer.load_state_dict(copy.deepcopy(self.optimizer.state_dict()))
         other.step_number = self.step_number
         return other
@@ -140,13 +164,19 @@ def coded_bits(new: Tensor, old: Tensor) -> float:
     return 8 * ulps.encode(new, old, message) / new.numel()
 
 
-def code_entropy(values: Tensor, format_name: str) -> float:
-    """Zeroth-order entropy of the 4-bit codes of ``values``, in bits an element."""
+def coded(values: Tensor, format_name: str) -> tuple[Tensor, Tensor]:
+    """The 4-bit codes of ``values`` [n], the last of an odd number left out, and what they decode to, both [n]."""
     layout = layout_of("bench", get_format(format_name), values.dtype, 1, values.numel())
-    message = layout.new(1, values.device)
+    message, decoded = layout.new(1, values.device), torch.empty_like(values)
     kernels.quantize(values, layout, message, 0, 0)
+    kernels.decode(message, layout, decoded, 0, 0)
     packed = message[0, layout.codes_offset : layout.codes_offset + values.numel() // 2]
-    share = torch.bincount(torch.cat([packed & 0xF, packed >> 4]).long()).double()
+    return torch.cat([packed & 0xF, packed >> 4]), decoded
+
+
+def code_entropy(codes: Tensor) -> float:
+    """Their zeroth-order entropy, in bits an element."""
+    share = torch.bincount(codes.long()).double()
     share = share[share > 0] / share.sum()
     return abs(float((share * share.log2()).sum()))
 
@@ -164,8 +194,10 @@ def rows_of(trainee: Trainee, changes: dict[str, tuple[Tensor, Tensor]]) -> Iter
             "entropy": entropy,
             "bits": bits,
             "unchanged": float((new.view(torch.int16) == old.view(torch.int16)).double().mean()),
-            "int4": code_entropy(gradient, "int4"),
-            "nf4": code_entropy(gradient, "nf4"),
+            "int4": code_entropy(coded(gradient, "int4")[0]),
+            "nf4": code_entropy(coded(gradient, "nf4")[0]),
+            "int4_residual": code_entropy(torch.cat([trainee.codes[name][0] for name in names])),
+            "int4_changes": code_entropy(torch.cat([trainee.codes[name][1] for name in names])),
         } | ({"ratio": bits / entropy} if entropy else {})
 
 

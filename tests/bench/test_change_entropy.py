@@ -60,11 +60,28 @@ def test_the_rows_are_what_a_count_says(trainee: change_entropy.Trainee) -> None
         assert row["bits"] <= 1.02 * row["entropy"] + 8 * 512 / row["numel"]
         assert 0 < row["int4"] < 4
         assert 0 < row["nf4"] <= 4
+        assert 0 < row["int4_residual"] < 4
+        assert 0 < row["int4_changes"] < 4
 
 
 def test_codes_are_counted() -> None:
     values = torch.tensor([7.0, -7.0, 0.0, 1.0]).repeat(64)
-    assert change_entropy.code_entropy(values, "int4") == pytest.approx(2.0)
+    codes, decoded = change_entropy.coded(values, "int4")
+    assert change_entropy.code_entropy(codes) == pytest.approx(2.0)
+    assert torch.equal(decoded, values)
+
+
+def test_what_a_message_rounds_off_is_in_the_next(trainee: change_entropy.Trainee) -> None:
+    start = {name: master.clone() for name, master in trainee.masters.items()}
+    total = {name: torch.zeros(master.numel()) for name, master in start.items()}
+    for _ in range(4):
+        trainee.step(1e-3)
+        for name, gradient in trainee.gradients.items():
+            total[name] += gradient
+    for name, master in trainee.masters.items():  # what is missing is less than half a step of the last message
+        lacks, moved = (master.flatten() - trainee.held[name]).abs().max(), (master - start[name]).abs().max()
+        assert 0 < lacks < moved / 10, name
+        assert trainee.residuals[name].abs().max() < total[name].abs().max() / 5, name
 
 
 def test_a_smaller_rate_changes_less(trainee: change_entropy.Trainee) -> None:
