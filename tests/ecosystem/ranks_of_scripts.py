@@ -18,12 +18,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed.fsdp
+from torch.nn.parallel import DistributedDataParallel
 
 import zcomm
 from tests.ecosystem import plain_ddp
+from zcomm.install.ddp import keep_group
 from zero.compat import __main__ as door
 
 FORK = multiprocessing.get_context("fork")
@@ -107,6 +110,7 @@ class Start:
         sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
         sys.path[1:1] = [one for one in self.environment["PYTHONPATH"].split(os.pathsep) if one]
         torch.set_num_threads(1)
+        _keep_groups()
         sys.argv = ["", *self.arguments]
         with zcomm.traffic() as sent:
             self._script()
@@ -119,6 +123,17 @@ class Start:
         sys.argv = self.arguments
         sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
         runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+def _keep_groups() -> None:
+    """Every model in DistributedDataParallel ends, as those of install_ddp do: two of 50 runs of torch's own hung."""
+    init = DistributedDataParallel.__init__
+
+    def keeping(ddp: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
+        init(ddp, *args, **kwargs)
+        keep_group(ddp)
+
+    DistributedDataParallel.__init__ = keeping  # type: ignore[method-assign]
 
 
 def _free_port() -> int:
