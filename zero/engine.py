@@ -7,7 +7,7 @@ engine.step()             at the accumulation boundary: clip, update, zero_grad,
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -95,6 +95,10 @@ class Engine(nn.Module):
     def read_config(source: Source) -> Configuration:
         """Read the configuration that :func:`zero.initialize` got, a dict or the path of a file."""
         return read_source(source)
+
+    @staticmethod
+    def end_others(model: Any, check: Callable[[], None]) -> None:
+        """Called before ``model`` is prepared: a subclass may end its engines, if ``check()`` raises nothing."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward."""

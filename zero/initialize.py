@@ -7,6 +7,7 @@ import inspect
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +16,15 @@ from torch.optim import Optimizer
 
 from zcomm import ConfigError, StateError
 from zero._access.gathered_parameters import GatheredParameters
-from zero._config import BatchSizes, Configuration, NotAvailableError, check_available, explain, solve_batch_sizes
+from zero._config import (
+    BatchSizes,
+    Configuration,
+    NotAvailableError,
+    check_available,
+    explain,
+    resolve_config,
+    solve_batch_sizes,
+)
 from zero._config.offload_sections import tiers_of
 from zero._config.parse import Source
 from zero._model.cast import move
@@ -88,23 +97,27 @@ def initialize(
         NotAvailableError: The configuration asks for something that this version does not support; names the keys.
         ConfigError: No model or configuration, or an invalid one. Also what :class:`zero.ZeroOptimizer` raises.
     """
-    if dist_init_required is False and not torch.distributed.is_initialized():
-        raise StateError("torch.distributed is not initialized: dist_init_required=False; call init_process_group()")
-    init_distributed(distributed_port=distributed_port)
-    ranks, trainable = data_parallel(mpu), _trainable(model)
+    ranks = _start(distributed_port, dist_init_required, mpu)
+    read = partial(_read, engine_class, (args, config, config_params), mesh_param, ranks)
+    engine_class.end_others(model, lambda: _try_settings(read()[0], optimizer, lr_scheduler))
 
     def prepare() -> _Prepared:
-        configuration = engine_class.read_config(_find_source(args, config, config_params))
-        _check_configuration(configuration, mesh_param, ranks)
-        sizes = solve_batch_sizes(configuration.values, ranks.world_size)
+        configuration, sizes = read()
         data = _new_dataloader(training_data, ranks, sizes, configuration, collate_fn)
         placed = _placed(model, local_device(args))
         built = _choose_optimizer(optimizer, placed, model_parameters, configuration)
         return _Prepared(placed, configuration, sizes, data, built)
 
-    with _unfrozen_on_error(trainable):
+    with _unfrozen_on_error(model) as trainable:
         engine = _build(engine_class, on_every_rank(prepare, ranks.group), ranks, lr_scheduler, trainable)
     return Initialized(engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler)
+
+
+def _start(port: int, dist_init_required: Any, mpu: Any) -> DataParallel:
+    if dist_init_required is False and not torch.distributed.is_initialized():
+        raise StateError("torch.distributed is not initialized: dist_init_required=False; call init_process_group()")
+    init_distributed(distributed_port=port)
+    return data_parallel(mpu)
 
 
 class _Prepared(NamedTuple):
@@ -135,18 +148,16 @@ def _build(
 
 
 @contextmanager
-def _unfrozen_on_error(trainable: list[nn.Parameter]) -> Iterator[None]:
+def _unfrozen_on_error(model: Any) -> Iterator[list[nn.Parameter]]:
+    """The parameters that are trainable, and are so again after an error."""
+    params = model.parameters() if isinstance(model, nn.Module) else ()
+    trainable = [param for param in params if param.requires_grad]
     try:
-        yield
+        yield trainable
     except BaseException:
         for param in trainable:
             param.requires_grad_()
         raise
-
-
-def _trainable(model: Any) -> list[nn.Parameter]:
-    params = model.parameters() if isinstance(model, nn.Module) else ()
-    return [param for param in params if param.requires_grad]
 
 
 def _placed(model: Any, device: torch.device) -> nn.Module:
@@ -176,11 +187,32 @@ def _find_source(args: Any, config: Source | None, config_params: Source | None)
     return given[0]
 
 
-def _check_configuration(configuration: Configuration, mesh_param: Sequence[int] | None, ranks: DataParallel) -> None:
+def _read(
+    engine_class: type[Engine],
+    given: tuple[Any, Source | None, Source | None],
+    mesh_param: Sequence[int] | None,
+    ranks: DataParallel,
+) -> tuple[Configuration, BatchSizes]:
+    configuration = engine_class.read_config(_find_source(*given))
     check_available(configuration)
     _check_mesh(mesh_param, ranks.world_size)
     if configuration.values.log_level is not None:
         logger.setLevel(configuration.values.log_level.upper())
+    return configuration, solve_batch_sizes(configuration.values, ranks.world_size)
+
+
+def _try_settings(configuration: Configuration, optimizer: Any, scheduler: Any) -> None:
+    """Raise what :func:`initialize` would raise for the configuration alone, before the model is touched."""
+    resolve_config(configuration, {})
+    stand_in = nn.ParameterList([nn.Parameter(torch.zeros(1, device="cpu"))])
+    built = _choose_optimizer(None, stand_in, None, configuration) if optimizer is None else None
+    choice = configuration.values.scheduler
+    if scheduler is None and choice.type is not None and not any(map(_is_list, choice.params.values())):
+        build_scheduler(choice.type, choice.params, built or torch.optim.SGD(stand_in))
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, (list, tuple))  # one value for each parameter group, of which a stand-in has one
 
 
 def _check_mesh(mesh_param: Sequence[int] | None, world_size: int) -> None:

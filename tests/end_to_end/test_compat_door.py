@@ -112,6 +112,9 @@ ABSENT = {
     "import deepspeed.launcher.launch": "torchrun -m zero.compat",
     "import deepspeed.runtime.fp16.onebit.adam": "set zero_quantized_gradients",
     "from deepspeed.ops.adam import ZenFlowSelectiveAdamW": "zcomm.delayed_update",
+    "from deepspeed.checkpoint import DeepSpeedCheckpoint": "read their weights by deepspeed.utils.zero_to_fp32",
+    "import deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine": "async_op=True",
+    "from deepspeed.runtime.rollout import RolloutEngine": "unwrap_model_for_generation",
     "deepspeed.FusedAdam": "use deepspeed.ops.adam.FusedAdam",
     "deepspeed.estimate_zero3_model_states_mem_needs_all_live": "use deepspeed.runtime.zero.stage3.estimate_zero3_",
 }

@@ -188,3 +188,31 @@ def test_resuming_has_the_same_bits_as_not_stopping(
     is_async: bool,  # noqa: FBT001
 ) -> None:
     run_ranks(2, _check_resumes, str(tmp_path), stage, schedule, is_async)
+
+
+def _check_weights_alone(rank: int, folder: str, stage: int) -> None:
+    """Counters, schedule, moments and random numbers stay as they are; the weights are those of the save."""
+    saved = _engine(stage, "WarmupLR")
+    _advance(saved, rank, range(3))
+    saved.save_checkpoint(folder, client_state={"epoch": 7})
+    state = saved.module.state_dict()  # at stage 3 the first rank has it; each rank has a buffer of its own
+    saved.save_16bit_model(folder, "model.safetensors")
+    saved.destroy()
+    for source, client_state in ((folder, {"epoch": 7}), (f"{folder}/model.safetensors", {})):
+        other = _engine(stage, "WarmupLR")
+        _advance(other, rank, range(10, 11))
+        before = other.get_lr(), other.lr_scheduler.state_dict(), torch.get_rng_state()
+        loaded = other.load_checkpoint(source, load_module_only=True)
+        assert loaded.client_state == client_state
+        assert (other.global_steps, other.micro_steps) == (1, 2)
+        assert (other.get_lr(), other.lr_scheduler.state_dict()) == before[:2]
+        assert torch.equal(torch.get_rng_state(), before[2])
+        for name, value in other.module.state_dict().items():
+            assert name == "seen" or torch.equal(value, state[name]), name
+        _advance(other, rank, range(3, 4))
+        other.destroy()
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_an_engine_loads_weights_alone(tmp_path: Path, stage: int) -> None:
+    run_ranks(2, _check_weights_alone, str(tmp_path), stage)

@@ -183,6 +183,8 @@ def _check_save_errors(rank: int, folder: Path, stage: int) -> None:
             rank, lambda: save(client_state=state), "client_state['a'][1]['args'] is a argparse.Namespace", "vars()"
         )
         _refuses(rank, lambda: save("a/b"), "tag must be", "a/b")
+        for nothing in (None, "" if rank == 1 else folder):  # on one rank alone
+            _refuses(rank, lambda to=nothing: zero.save_checkpoint(optimizer, to, "x"), "save_dir must be a folder")
         if rank == 0:
             (folder / "file").touch()
         torch.distributed.barrier()

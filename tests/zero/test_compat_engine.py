@@ -115,23 +115,6 @@ def test_batch_sizes_can_be_changed() -> None:
     run_ranks(2, _check_batch_sizes)
 
 
-def test_deepspeeds_defaults_are_added_where_nothing_is_given(tmp_path: Path) -> None:
-    added = sections.with_defaults({"zero_optimization": {"stage": 3}})
-    assert added == {
-        "gradient_clipping": 1.0, "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 100_000}
-    }  # fmt: skip
-    path = tmp_path / "ds.json"
-    path.write_text(json.dumps({"zero_optimization": {"param_persistence_threshold": 5}, "gradient_clipping": 0.5}))
-    assert sections.with_defaults(path) == json.loads(path.read_text())
-    automatic = {"stage": 3, "stage3_param_persistence_threshold": "auto"}
-    assert sections.with_defaults({"zero_optimization": automatic, "gradient_clipping": "auto"}) == added
-    assert sections.with_defaults({"zero_optimization": True}) == {"zero_optimization": True, "gradient_clipping": 1.0}
-    config = engine.DeepSpeedConfig({"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}})
-    assert (config.zero_optimization_stage, config.zero_enabled, config.bf16.enabled) == (2, True, True)
-    with pytest.raises(ConfigError, match="config must be a dict or the path"):
-        sections.with_defaults(3)  # type: ignore[arg-type]
-
-
 def _check_attributes(rank: int) -> None:
     before = set(vars(nn.Parameter))
     parameters.add_attributes()
@@ -468,26 +451,6 @@ def test_a_universal_checkpoint_is_a_copy(tmp_path: Path) -> None:
     given = argparse.Namespace(input_folder=str(tmp_path / "tag"), output_folder=str(tmp_path / "tag_universal"))
     checkpoint_files.convert_to_universal(given)
     assert (tmp_path / "tag_universal" / "shard").read_bytes() == b"weights"
-
-
-def test_single_sections_are_read_by_their_keys() -> None:
-    read = sections.DeepSpeedZeroConfig(stage3_prefetch_bucket_size=12345, stage=2)
-    assert (read.prefetch_bucket_size, read.stage) == (12345, 2)
-    assert sections.get_bfloat16_config({"bfloat16": {"enabled": True}}).enabled
-    assert (sections.get_gradient_clipping({}), sections.get_gradient_clipping({"gradient_clipping": 0.5})) == (
-        1.0,
-        0.5,
-    )
-    with pytest.raises(ConfigError, match="loss_scale"):
-        sections.DeepSpeedFP16Config(loss_scale=-1)
-    leaves = sections.DeepSpeedZeroConfig(leaf_module={"classes": "my.Block", "names": ["mlp"]}).leaf_module
-    assert (leaves.classes, leaves.names, leaves.name_suffixes) == (["my.Block"], ["mlp"], [])
-    assert sections.DeepSpeedZeroConfig().leaf_module.classes == spellings.DEFAULT_LEAF_MODULE_CLASSES
-    old = sections.DeepSpeedZeroConfig(cpu_offload=True, cpu_offload_param=True)
-    assert old.offload_optimizer is not None
-    assert old.offload_param is not None
-    assert (old.offload_optimizer.device, old.offload_param.device) == ("cpu", "cpu")
-    assert sections.DeepSpeedZeroConfig().offload_param is None
 
 
 def _check_folder_of_files(rank: int, folder: str) -> None:

@@ -76,6 +76,8 @@ def test_what_this_version_cannot_do_is_refused_by_name(name: str) -> None:
         ({"zero_optimization": {"reduce_bucket_size": 1.5}}, "reduce_bucket_size must be an integer: got 1.5"),
         ({"zero_optimization": {"reduce_bucket_size": "5e8"}}, "must be an integer: got '5e8'"),
         ({"zero_optimization": {"overlap_comm": 2}}, "overlap_comm must be true or false: got 2"),
+        ({"optimizer": {"torch_adam": True}}, r"optimizer\.torch_adam \(it belongs in 'optimizer\.params'\)"),
+        ({"scheduler": {"params": {"warmup_type": "cosine"}}}, r"params\.warmup_type must be one of log, linear"),
         ({"fp16": {"loss_scale_window": 0}}, "loss_scale_window must be at least 1"),
         ({"fp16": {"min_loss_scale": 0}}, "min_loss_scale must be greater than 0"),
         ({"fp16": {"loss_scale": float("inf")}}, "loss_scale must be a number: got inf"),

@@ -252,7 +252,7 @@ def test_one_bound_for_each_group() -> None:
         ("WarmupDecayLR", {"total_num_steps": "auto"}, "must have a value for total_num_steps"),
         ("OneCycle", {"cycle_min_lr": 0}, "must have a value for cycle_max_lr"),
         ("OneCycle", {"cycle_min_lr": 0, "cycle_max_lr": 1, "decay_rate": 1}, "no 'decay_rate'"),
-        ("WarmupLR", {"warmup_type": "cosine"}, "must be 'log' or 'linear'"),
+        ("WarmupLR", {"warmup_type": "cosine"}, "must be one of log, linear"),
         ("WarmupLR", {"warmup_num_steps": -1}, "warmup_num_steps must be at least 0"),
         ("Cosine", {}, "must be one of"),
     ],

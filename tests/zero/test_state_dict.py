@@ -125,3 +125,37 @@ def _check_gathered_before(rank: int) -> None:
 
 def test_loading_an_optimizer_forgets_what_was_gathered() -> None:
     run_ranks(2, _check_gathered_before)
+
+
+def _check_alone_inside_a_block(rank: int, stage: int) -> None:
+    """DeepSpeed's scripts load and save on one rank, inside zero.GatheredParameters."""
+    model, other = new_model(torch.float32), new_model(torch.float32)
+    for param in other.parameters():
+        nn.init.normal_(param)
+    with zero_optimizer(model, stage=stage) as optimizer:
+        train(model, optimizer, rank, steps=1)
+        with GatheredParameters(model.parameters(), modifier_rank=1):
+            if rank == 1:
+                assert not model.load_state_dict(other.state_dict()).missing_keys
+        assert_same_bits(full_values(model), dict(other.named_parameters()))
+        assert not _differs_from_masters(full_values(model), model, optimizer)
+        with GatheredParameters(model.parameters()):
+            saved = model.state_dict() if rank == 0 else None
+        if saved is not None:
+            assert_same_bits(saved, other.state_dict())
+        block, values = model.blocks[1], {name: 2 * value for name, value in other.blocks[1].state_dict().items()}
+        with GatheredParameters(block.parameters(), modifier_rank=0):
+            if rank == 0:
+                block.load_state_dict(values, assign=True)
+        other.blocks[1].load_state_dict(values)
+        assert_same_bits(full_values(model), dict(other.named_parameters()))
+        train(model, optimizer, rank, steps=1)
+        with GatheredParameters(model.norm.parameters(), modifier_rank=0):  # not all of them: every rank calls it
+            model.load_state_dict(other.state_dict() if rank == 0 else {})
+        assert_same_bits(full_values(model), dict(other.named_parameters()))
+        assert bool(model.state_dict()) == (stage < 3 or rank == 0)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_one_rank_loads_and_saves_alone_inside_a_block(stage: int) -> None:
+    run_ranks(2, _check_alone_inside_a_block, stage)

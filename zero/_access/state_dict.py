@@ -8,12 +8,15 @@ hooks may rename, nest, cast or leave out entries, in any order: those of activa
 trainer.
 
 At stage 3 saving is collective: rank 0 gets full CPU tensors, gathered bucket by bucket; the other ranks get an empty
-dict. With quantized weights it is collective at stages 1 and 2, too: every rank gets copies, on the parameters' device.
-The saved values are the masters, rounded once to the parameters' dtype, not the values that forward reads. Those are
-what ``keep_vars=True`` returns at stages 1 and 2, without communication.
+dict. Inside ``zero.GatheredParameters`` of all the module's parameters it is not, and rank 0 may save alone. With
+quantized weights saving is collective there, too, and at stages 1 and 2: every rank gets copies, on the parameters'
+device. The saved values are the masters, rounded once to the parameters' dtype, not the values that forward reads.
+Those are what ``keep_vars=True`` returns at stages 1 and 2, without communication.
 
 Loading is collective at every stage: every rank, and the masters, get rank 0's values. The other ranks' dicts are
-ignored, and may be the empty ones that they saved. ``assign=True`` copies, too: parameters keep their identity.
+ignored, and may be the empty ones that they saved. ``assign=True`` copies, too: parameters keep their identity. Inside
+``zero.GatheredParameters(..., modifier_rank=R)`` of all the module's parameters rank R may load alone: the end of the
+block gives all ranks its values.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ from zero._access.full_states import helper_call, refuse_sharded
 from zero._model.model_checks import has_memory
 from zero._ranks.collective_calls import calling_over
 from zero._runtime.runtime import Runtime
-from zero._sharding.bucket import Bucket, num_writes
+from zero._sharding.bucket import Bucket, Hold, is_managed, num_writes
 from zero._sharding.buffer_pool import storage_of
 from zero._sharding.released import is_released, not_picklable, running
 
@@ -73,6 +76,8 @@ class StateDicts:
         self._runtime = runtime
         self._saving: StateDictCall | None = None
         self._loading: Loading | None = None
+        self._loads_alone: list[str] | None = None
+        """torch's list of errors of the last call of ``load_state_dict`` that was not collective."""
         self._saves_masters, self._left_out = False, frozenset[nn.Parameter]()
         self._replace_ids: dict[nn.Module, int] = {}
         self._end_save_ids: dict[nn.Module, int] = {}
@@ -152,9 +157,14 @@ class StateDicts:
         if is_sharded and (call := helper_call()) is not None:
             refuse_sharded(call)
         left_out = self._left_out
-        if runtime.stage.shards_parameters or not (is_exact or keep_vars):
+        params = set(module.parameters()) - left_out
+        if is_sharded and is_exact and not runtime.has_pending_update and self._are_held(params):
+            device = "cpu" if runtime.topology.rank == 0 else "meta"
+            here = {param: param.detach().to(device, copy=True) for param in params if is_managed(param)}
+            self._saving = StateDictCall(module, here, left_out)
+        elif runtime.stage.shards_parameters or not (is_exact or keep_vars):
             with calling_over(runtime.topology, "model.state_dict()"):
-                self._saving = StateDictCall(module, self._values_of(set(module.parameters()) - left_out), left_out)
+                self._saving = StateDictCall(module, self._values_of(params), left_out)
         elif left_out:
             self._saving = StateDictCall(module, {}, left_out)
         elif runtime.has_pending_update:
@@ -162,6 +172,11 @@ class StateDicts:
                 "model.state_dict() lacks the last update, which is delayed: call optimizer.finish_update() on every "
                 "rank before, or save with engine.save_16bit_model()"
             )
+
+    def _are_held(self, params: set[nn.Parameter]) -> bool:
+        """Whether blocks of zero.GatheredParameters, which every rank enters, hold all of ``params``."""
+        buckets = [bucket for bucket in self._owner.buckets if not params.isdisjoint(bucket.params)]
+        return bool(buckets) and all(bucket.is_held(Hold.ACCESS) for bucket in buckets)
 
     @torch.no_grad()
     def _values_of(self, params: set[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
@@ -231,7 +246,10 @@ class StateDicts:
         if module not in self._replace_ids:
             return
         errors: list[str] = args[-1]
-        if self._loading is None or self._loading.errors is not errors:
+        is_new = errors is not self._loads_alone and (self._loading is None or self._loading.errors is not errors)
+        if is_new and self._owner.may_edit(p for p in module.parameters() if is_managed(p)):
+            self._loading, self._loads_alone = None, errors  # torch copies into full parameters, on this rank alone
+        elif is_new:
             with calling_over(self._owner.topology, LOADING):
                 self._owner.finish_update(writes_back=True)
             full = {p: _version(p) for p in module.parameters() if not is_released(p)}

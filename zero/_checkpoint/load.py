@@ -64,7 +64,7 @@ def load_checkpoint(
         stateful: Objects that were saved under the same names; ``load_state_dict()`` of each is called.
         load_module_strict: False: skip parameters and buffers that only the model, or only the checkpoint, has.
         load_optimizer_states: False: keep the states of ``optimizer``.
-        load_module_only: Load only weights and buffers, converted to the model's dtypes.
+        load_module_only: Load only weights and buffers, converted to the model's dtypes: nothing of ``stateful``.
 
     Raises:
         CheckpointError: There is no such checkpoint, or something else in its place; it is incomplete, truncated or
@@ -84,6 +84,7 @@ def load_checkpoint(
     wanted = LoadSelection(
         optimizer_states=load_optimizer_states, module_only=load_module_only, strict=load_module_strict
     )
+    stateful = {} if stateful is None or load_module_only else stateful
     agreed(lambda: wait_for_saves(ranks), ranks, "an earlier save")
     asked = {"tag": repr(tag), **{field.name: repr(getattr(wanted, field.name)) for field in fields(wanted)}}
     check_same_on_ranks(asked, ranks, "ask for the same", "pass the same tag and load_* arguments everywhere")
@@ -96,12 +97,12 @@ def load_checkpoint(
 
     def compare() -> Request:
         request = make_request(optimizer.parts, index, wanted)
-        _check_stateful(index, stateful or {}, wanted)
+        _check_stateful(index, stateful)
         return request
 
     request = agreed(compare, ranks, f"the metadata of the checkpoint in {load_dir} cannot be read")
     agreed(lambda: _read(request), ranks, f"{index.folder} cannot be read")
-    return LoadedCheckpoint(index.folder, restore(optimizer, request, stateful or {}, wanted, ranks))
+    return LoadedCheckpoint(index.folder, restore(optimizer, request, stateful, wanted, ranks))
 
 
 def _find(
@@ -133,8 +134,8 @@ def _find(
     return index
 
 
-def _check_stateful(index: Index, stateful: Mapping[str, Any], wanted: LoadSelection) -> None:
-    missing = [] if wanted.module_only else [name for name in stateful if name not in index.content["stateful"]]
+def _check_stateful(index: Index, stateful: Mapping[str, Any]) -> None:
+    missing = [name for name in stateful if name not in index.content["stateful"]]
     if missing:
         raise CheckpointError(
             f"{index.folder} has no state of {missing[0]!r}: it was saved with {list(index.content['stateful'])}; "

@@ -196,6 +196,8 @@ def _checked_path(optimizer: ZeroOptimizer, save_dir: str | Path, tag: str, rank
     """Return the folder of the checkpoint, or raise if none can be saved now. On this rank alone."""
     wait_for_saves(ranks)
     _check_between_steps(optimizer)
+    if save_dir is None or not str(save_dir):  # as a path, "" is the current folder
+        raise CheckpointError(f"save_dir must be a folder: save_dir={save_dir!r}; pass '.' for the current one")
     return Path(save_dir).absolute() / check_tag(str(tag))
 
 

@@ -45,7 +45,7 @@ SCHEDULER_OPTIONS: Mapping[str, Definition] = {
     **_scheduler(int | None, "cycle_second_step_size", minimum=1),
     **_scheduler(int, "last_batch_iteration", minimum=-1),
     **_scheduler(bool, "lr_range_test_staircase cycle_momentum"),
-    **_scheduler(str, "warmup_type"),
+    **_scheduler(str, "warmup_type", choices=("log", "linear")),
 }
 
 EQUIVALENT = {

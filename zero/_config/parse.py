@@ -241,6 +241,8 @@ def _hint(given: str, here: list[str]) -> str:
     ours = [path for path, names in FOREIGN_NAMES.items() if given in names.split()]
     if ours:
         return f" (did you mean '{ours[0]}'?)"
+    if options := [d.path for d in definitions(Config) if given in d.key.options]:
+        return f" (it belongs in {options[0]!r})"
     close = closest(given, sorted({*here, *(p.rpartition(".")[2] for p in everywhere)}))
     if not close:
         return ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
@@ -28,6 +28,12 @@ class GatheredEdits:
     ) -> None:
         self._stage, self._topology = write_back.stage, write_back.topology
         self._open_masters, self._write_back = open_masters, write_back
+        self._editable: list[nn.Parameter] = []
+
+    def may_edit(self, params: Iterable[nn.Parameter]) -> bool:
+        """Whether a rank may change ``params`` alone: at the end of blocks around it all ranks adopt its values."""
+        given = set(params)
+        return bool(given) and given <= set(self._editable)
 
     @contextmanager
     def modified(self, slots: Slots, rank: int) -> Iterator[None]:
@@ -38,9 +44,11 @@ class GatheredEdits:
         before = {bucket: bucket.own_rows(self._stage).clone() for bucket in slots}
         params = _params(slots)
         writes = [num_writes(param) for param in params]
+        self._editable += params
         try:
             yield
         finally:
+            del self._editable[len(self._editable) - len(params) :]
             for bucket in slots:
                 bucket.copy_back_moved()
             is_written = [num_writes(param) != old for param, old in zip(params, writes, strict=True)]

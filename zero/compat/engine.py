@@ -44,7 +44,7 @@ class DeepSpeedConfig:
     """What a configuration says, by DeepSpeed's attribute names; others are those of the sections' keys."""
 
     def __init__(self, config: Source, mpu: Any = None, mesh_device: Any = None) -> None:
-        self._param_dict = with_defaults(config)
+        self._param_dict = with_defaults(config).raw
         self._values = read_source(self._param_dict).values
         world_size = dist.get_world_size() if dist.is_initialized() else 1
         sizes = solve_batch_sizes(self._values, world_size if mpu is None else mpu.get_data_parallel_world_size())
@@ -208,15 +208,17 @@ class DeepSpeedEngine(zero.Engine):
     @staticmethod
     def read_config(source: Source) -> Configuration:
         """Read ``source`` with DeepSpeed's defaults, and make the folders for its files."""
-        configuration = read_source(with_defaults(source))
+        raw, notes = with_defaults(source)
+        configuration = read_source(raw)
         make_folders(configuration)
-        return configuration
+        return replace(configuration, notes=(*configuration.notes, *notes))
 
     @property
     def config(self) -> dict[str, Any]:
         """The configuration as it was given, with DeepSpeed's defaults."""
         return dict(self._configuration.raw)
 
+    end_others = staticmethod(end_engines)
     sparse_tensor_module_names: frozenset[str] = frozenset()
     """Parameters whose gradients are exchanged as sparse tensors: none."""
 
@@ -578,8 +580,10 @@ def initialize(
     mesh_param: Sequence[int] | None = None,
     config_params: Source | None = None,
 ) -> Initialized:
-    """:func:`zero.initialize` with DeepSpeed's defaults and methods. First it destroys an engine that ``model`` has."""
-    end_engines(model)
+    """:func:`zero.initialize` with DeepSpeed's defaults and methods. First it destroys an engine that ``model`` has.
+
+    A configuration that is wrong whatever the model and the ranks are leaves that engine alone.
+    """
     if config is None and getattr(args, "deepspeed_config", None) is None:
         config = getattr(args, "deepscale_config", None)
     built = zero.initialize(

@@ -169,6 +169,9 @@ _BUILD = "nothing has to be built here: CPU optimizers and kernels are part of z
 _PROFILE = "use torch.utils.flop_counter.FlopCounterMode or torch.profiler"
 _ONE_CLASS = "the optimizer of every engine is a deepspeed.runtime.base_optimizer.ZeROOptimizer"
 _FILES = "checkpoints here are other files: read their weights by deepspeed.utils.zero_to_fp32"
+_BACKGROUND = "engine.save_checkpoint(..., async_op=True) writes in the background"
+_TENSOR = "for tensor parallelism build the model with its layers, and pass mpu="
+_GENERATE = "generate inside deepspeed.zero.unwrap_model_for_generation(engine)"
 _INSIDE = "it belongs to DeepSpeed's implementation"
 _LOGGED = "set comms_logger in the configuration: engine.destroy() logs what was sent"
 _TIMED = "set wall_clock_breakdown in the configuration, or use torch.profiler"
@@ -212,7 +215,7 @@ ABSENT_NAMES: dict[str, str] = {
     "runtime.zero.partition_parameters.CUDAQuantizer": _INSIDE,
     "runtime.zero.partition_parameters.InsertPostInitMethodToModuleSubClasses": _INSIDE,
     "runtime.zero.partition_parameters.MultipleAllGatherHandles": _INSIDE,
-    "tp_model_init": "for tensor parallelism build the model with its layers, and pass mpu=",
+    "tp_model_init": _TENSOR,
     "utils.comms_logging.CommsLogger": _LOGGED,
     "utils.timer.SynchronizedWallClockTimer": _TIMED,
     "utils.timer.ThroughputTimer": _TIMED,
@@ -222,15 +225,19 @@ ABSENT_NAMES: dict[str, str] = {
 
 ABSENT_PACKAGES: dict[str, str] = {
     "autotuning": "zero plan prints the fastest configuration that fits",
+    "checkpoint": _FILES,
+    "compile": "call engine.compile(), or torch.compile on the model's blocks",
     "compression": "compress the trained weights with torchao",
     "elasticity": "start with torchrun --nnodes=MIN:MAX; checkpoints load on any number of ranks",
+    "env_report": "zcomm env prints versions, libraries and devices",
     "inference": _SERVING,
     "launcher": _LAUNCH,
     "model_implementations": _SERVING,
     "module_inject": _SERVING,
     "moe.layer": _MOE,
     "moe.sharded_moe": _MOE,
-    "nebula": "engine.save_checkpoint(..., async_op=True) writes in the background",
+    "linear": "for LoRA use peft",
+    "nebula": _BACKGROUND,
     "ops.aio": _BUILD,
     "ops.adam.ZenFlowCPUAdam": _ZENFLOW,
     "ops.adam.ZenFlowSelectiveAdamW": _ZENFLOW,
@@ -241,8 +248,15 @@ ABSENT_PACKAGES: dict[str, str] = {
     "pipe": _PIPELINE,
     "profiling": _PROFILE,
     "profiling.flops_profiler": _PROFILE,
+    "runtime.checkpoint_engine": _BACKGROUND,
+    "runtime.comm": "collectives with fewer bytes are functions of zcomm",
+    "runtime.data_pipeline": "choose samples and sequence lengths in the script's dataloader",
+    "runtime.domino": _TENSOR,
     "runtime.fp16.onebit": _ONEBIT,
+    "runtime.hybrid_engine": _GENERATE,
     "runtime.pipe": _PIPELINE,
+    "runtime.rollout": _GENERATE,
+    "runtime.tensor_parallel": _TENSOR,
     "runtime.zenflow": _ZENFLOW,
     "runtime.sequence_parallel": _SEQUENCE,
     "runtime.zero.mics": _MICS,

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from zero import Engine, GatheredParameters
 from zero._access import safe_access
+from zero._ranks.rank_errors import on_every_rank
 from zero._runtime.runtime import Runtime
 from zero._sharding.bucket import BucketState, ShardInfo, is_managed
 
@@ -74,15 +75,17 @@ def safe_update_full_grad_vectorized(
             safe_access.safe_set_full_grad(param, update_func(grad, param))
 
 
-def end_engines(model: Any) -> None:
+def end_engines(model: Any, check: Callable[[], None]) -> None:
     """Destroy the engines that hold parameters of ``model``, which stay full and keep their values. Collective.
 
-    DeepSpeed's scripts may initialize a model again: an engine from before cannot train on.
+    DeepSpeed's scripts may initialize a model again: an engine from before cannot train on. If ``check()`` raises on
+    any rank, all raise, and the engines stay.
     """
     params = list(model.parameters()) if isinstance(model, nn.Module) else []
     owners = dict.fromkeys(param.zero_shard.owner for param in params if is_managed(param))  # type: ignore[attr-defined]
     for owner in owners:
         if (engine := getattr(owner, _ENGINE, None)) is not None:
+            on_every_rank(check, owner.topology)
             if owner.is_log_rank:
                 logger.warning("zero.compat: the model is initialized again: the engine that it had is destroyed")
             with GatheredParameters(owner.model.parameters()):

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from enum import IntEnum
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from zcomm import ConfigError
 from zero._config import read_source
@@ -19,7 +19,15 @@ PERSISTENCE_THRESHOLD = 100_000
 """DeepSpeed's defaults, which scripts rely on: small parameters can be read outside of forward at stage 3."""
 
 
-def with_defaults(config: Source) -> dict[str, Any]:
+class Defaulted(NamedTuple):
+    """A configuration with DeepSpeed's defaults."""
+
+    raw: dict[str, Any]
+    notes: list[str]
+    """What was left out of it, because DeepSpeed ignores it."""
+
+
+def with_defaults(config: Source) -> Defaulted:
     """``config``, a dict or the path of a JSON file, with the defaults of DeepSpeed that differ from this library's."""
     if not isinstance(config, (Mapping, str, os.PathLike)):
         raise ConfigError(f"config must be a dict or the path of a JSON file: got {type(config).__name__}")
@@ -32,7 +40,34 @@ def with_defaults(config: Source) -> dict[str, Any]:
         if all(section.get(name) in (None, "auto") for name in names):
             others = {key: value for key, value in section.items() if key not in names}
             given["zero_optimization"] = {**others, names[0]: PERSISTENCE_THRESHOLD}
-    return given
+    return Defaulted(given, _leave_out_unread(given))
+
+
+def _leave_out_unread(given: dict[str, Any]) -> list[str]:
+    """Take out of ``given`` what DeepSpeed ignores and this library refuses; what it was, and why it has no effect."""
+    unread = [("optimizer", "torch_adam", "it belongs in optimizer.params")]
+    unread += [("fp16", key, "fp16 has no dynamic loss scale") for key in _unused_scale_keys(given.get("fp16"))]
+    notes = []
+    for name, key, reason in unread:
+        section = given.get(name)
+        if isinstance(section, Mapping) and key in section:
+            given[name] = {other: value for other, value in section.items() if other != key}
+            notes.append(f"{name}.{key}={section[key]!r} has no effect: {reason}")
+    return notes
+
+
+def _unused_scale_keys(section: Any) -> list[str]:
+    """The keys of a dynamic loss scale that have invalid values and no effect: DeepSpeed takes them."""
+    given = section if isinstance(section, Mapping) else {}
+    found = [name for name in ("loss_scale_window", "min_loss_scale") if _is_not_positive(given.get(name))]
+    if not found:
+        return []
+    values = read_source({"fp16": {key: value for key, value in given.items() if key not in found}}).values.fp16
+    return [] if values.enabled and values.loss_scale == 0 else found
+
+
+def _is_not_positive(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value <= 0
 
 
 def make_folders(configuration: Configuration) -> None:
@@ -53,7 +88,7 @@ class _Section:
         raw: dict[str, Any] = given
         for name in reversed(self.path):
             raw = {name: raw}
-        values: Any = read_source(raw).values
+        values: Any = read_source(with_defaults(raw).raw).values
         for name in self.path:
             values = getattr(values, name)
         self._values = values
@@ -112,12 +147,19 @@ class DeepSpeedZeroConfig(_Section):
         self.offload_param = None if param is None else DeepSpeedZeroOffloadParamConfig(**param)
         self.offload_optimizer = None if states is None else DeepSpeedZeroOffloadOptimizerConfig(**states)
         self.leaf_module = DeepSpeedZeroLeafModuleConfig(**given.get("leaf_module", {}))
+        if given.get("overlap_comm") in (None, "auto"):
+            self.overlap_comm = self.stage == ZeroStageEnum.weights  # DeepSpeed's default: engines here always overlap
 
 
 class DeepSpeedFP16Config(_Section):
     """``fp16``."""
 
     path = ("fp16",)
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        for name in _unused_scale_keys(given):
+            setattr(self, name, given[name])
 
 
 class DeepSpeedBF16Config(_Section):

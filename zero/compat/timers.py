@@ -14,6 +14,11 @@ class ThroughputTimer:
         self.epoch_count = 0
 
     @property
+    def batch_size(self) -> int:
+        """Samples in a step over all ranks; 1 if the configuration does not say."""
+        return self._engine.train_batch_size() or 1
+
+    @property
     def global_step_count(self) -> int:
         """Steps so far."""
         return self._engine.global_steps
