@@ -352,6 +352,20 @@ def test_the_monitor_of_an_engine_has_those_of_its_sections(tmp_path: Path) -> N
     assert (tmp_path / "job" / "Train_Samples_train_loss.csv").exists()
 
 
+def _check_private_names(rank: int) -> None:
+    built = _engine(2, nn.Linear(8, 4), gradient_clipping=0.5)
+    private: Any = built._config
+    assert private.compile_config.deepcompile is False
+    assert (private.zero_config.stage, private.zero_enabled, private.gradient_clipping) == (2, True, 0.5)
+    with pytest.raises(AttributeError):
+        _ = private.compile_confg
+    built.destroy()
+
+
+def test_the_private_configuration_of_an_engine_has_what_scripts_read() -> None:
+    run_ranks(1, _check_private_names)
+
+
 def test_a_configuration_has_solved_batch_sizes_and_monitors() -> None:
     config = engine.DeepSpeedConfig({"train_batch_size": 64, "csv_monitor": {"enabled": True}})
     sizes = config.train_batch_size, config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps

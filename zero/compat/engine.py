@@ -20,6 +20,7 @@ from zero._config import read_source
 from zero._config.batch import solve_batch_sizes
 from zero._config.parse import Configuration, Source
 from zero._config.resolved import to_dtype
+from zero._config.sections import Config
 from zero._optim.loss_scale import DynamicLossScale
 from zero._ranks.distributed import DataParallel, RankDataLoader
 from zero.compat import comm
@@ -40,26 +41,24 @@ ZeRORuntimeException = zero.CheckpointError
 """What scripts catch around ``load_checkpoint``. That another number of ranks saved it is no error here."""
 
 
-class DeepSpeedConfig:
+class CompileConfig:
+    """The section ``compile``, of which nothing is available."""
+
+    deepcompile = False
+
+
+class ValuesByName:
     """What a configuration says, by DeepSpeed's attribute names; others are those of the sections' keys."""
 
-    def __init__(self, config: Source, mpu: Any = None, mesh_device: Any = None) -> None:
-        self._param_dict = with_defaults(config).raw
-        self._values = read_source(self._param_dict).values
-        world_size = dist.get_world_size() if dist.is_initialized() else 1
-        sizes = solve_batch_sizes(self._values, world_size if mpu is None else mpu.get_data_parallel_world_size())
-        self.train_batch_size, self.train_micro_batch_size_per_gpu = sizes.train, sizes.micro
-        self.gradient_accumulation_steps = sizes.accumulation
+    compile_config = CompileConfig()
+
+    def __init__(self, values: Any) -> None:
+        self._values = values
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
+        if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self._values, name)
-
-    @property
-    def monitor_config(self) -> DeepSpeedMonitorConfig:
-        """The sections of monitors."""
-        return DeepSpeedMonitorConfig(**self._param_dict)
 
     @property
     def zero_config(self) -> Any:
@@ -69,12 +68,29 @@ class DeepSpeedConfig:
     @property
     def zero_optimization_stage(self) -> int:
         """The stage."""
-        return self._values.zero_optimization.stage
+        return int(self._values.zero_optimization.stage)
 
     @property
     def zero_enabled(self) -> bool:
         """Whether anything is sharded."""
         return self.zero_optimization_stage > 0
+
+
+class DeepSpeedConfig(ValuesByName):
+    """A configuration that is read without a model."""
+
+    def __init__(self, config: Source, mpu: Any = None, mesh_device: Any = None) -> None:
+        self._param_dict = with_defaults(config).raw
+        super().__init__(read_source(self._param_dict).values)
+        world_size = dist.get_world_size() if dist.is_initialized() else 1
+        sizes = solve_batch_sizes(self._values, world_size if mpu is None else mpu.get_data_parallel_world_size())
+        self.train_batch_size, self.train_micro_batch_size_per_gpu = sizes.train, sizes.micro
+        self.gradient_accumulation_steps = sizes.accumulation
+
+    @property
+    def monitor_config(self) -> DeepSpeedMonitorConfig:
+        """The sections of monitors."""
+        return DeepSpeedMonitorConfig(**self._param_dict)
 
 
 class LossScaler:
@@ -212,6 +228,16 @@ class DeepSpeedEngine(zero.Engine):
         configuration = read_source(raw)
         make_folders(configuration)
         return replace(configuration, notes=(*configuration.notes, *notes))
+
+    @property
+    def _config(self) -> Config:
+        named: Any = self._values_by_name
+        values: Config = named  # and DeepSpeed's attributes: scripts read this private name of DeepSpeed's
+        return values
+
+    @_config.setter
+    def _config(self, values: Config) -> None:
+        self._values_by_name = ValuesByName(values)
 
     @property
     def config(self) -> dict[str, Any]:
