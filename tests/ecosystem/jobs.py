@@ -1,9 +1,11 @@
 """Jobs of front ends as their users write them: transformers' Trainer, accelerate, peft, TRL.
 
-    torchrun --nproc-per-node 2 tests/ecosystem/jobs.py OUT plain trainer accelerate        without DeepSpeed's names
-    torchrun --nproc-per-node 2 -m zero.compat tests/ecosystem/jobs.py OUT 3 trainer        stage 3 through the door
+    python tests/ecosystem/jobs.py OUT 2 plain trainer accelerate                    2 ranks, without DeepSpeed's names
+    python -m zero.compat tests/ecosystem/jobs.py OUT 2 3 trainer -- 3 1 resumed     stage 3 on 2 ranks, then 1 on 3
+    accelerate launch ... -m zero.compat tests/ecosystem/jobs.py OUT 2 launched accelerate
 
-Rank 0 writes OUT/JOB-STAGE.json. Nothing here imports zero or zcomm.
+Rank 0 writes OUT/JOB-STAGE.json. Ranks are forks of this process, as what is imported above takes 4 s of a core; one
+that a launcher has started runs the jobs itself. Nothing here imports zero or zcomm.
 """
 
 from __future__ import annotations
@@ -237,9 +239,7 @@ def _forget() -> None:
         del os.environ[name]
 
 
-def main() -> None:
-    root, stage, *names = sys.argv[1:]
-    torch.set_num_threads(1)
+def _run(root: str, stage: str, names: list[str]) -> None:
     for name in names:
         set_seed(0)
         out = Path(root) / f"{name}-{stage}"
@@ -249,6 +249,35 @@ def main() -> None:
             Path(root, f"{name}-{stage}.json").write_text(json.dumps(result))
         torch.distributed.barrier()
         _forget()
+
+
+def _start(num_ranks: int, *arguments: Any) -> None:
+    """Run the jobs on forks, with the environment that torchrun gives to ranks; all end when one fails."""
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    size = {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    os.environ |= size | place | {"TORCHELASTIC_RUN_ID": "jobs", "TORCHELASTIC_RESTART_COUNT": "0"}
+    started = torch.multiprocessing.start_processes(
+        _as_rank, arguments, nprocs=num_ranks, join=False, start_method="fork"
+    )
+    while not started.join():
+        pass
+
+
+def _as_rank(rank: int, *arguments: Any) -> None:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    _run(*arguments)
+
+
+def main() -> None:
+    root, *groups = sys.argv[1:]
+    torch.set_num_threads(1)
+    for group in " ".join(groups).split(" -- "):
+        num_ranks, stage, *names = group.split()
+        if "RANK" in os.environ:
+            _run(root, stage, names)
+        else:
+            _start(int(num_ranks), root, stage, names)
 
 
 if __name__ == "__main__":

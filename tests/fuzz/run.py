@@ -143,7 +143,8 @@ def build_native() -> str | None:
     if subprocess.run(words, input=EMPTY, text=True, capture_output=True, check=False).returncode != 0:
         return "clang++-19 cannot link a fuzzer: install libclang-rt-19-dev"
     options = {
-        "CMAKE_CXX_COMPILER": "clang++-19", "CMAKE_BUILD_TYPE": "RelWithDebInfo", "ZCOMM_BUILD_FUZZERS": "ON",
+        "CMAKE_CXX_COMPILER": "clang++-19", "ZCOMM_BUILD_FUZZERS": "ON",
+        "CMAKE_BUILD_TYPE": "RelWithDebInfo", "CMAKE_CXX_FLAGS_RELWITHDEBINFO": "-O1 -g1",
         "ZCOMM_SANITIZE": "fuzzer-no-link;address;undefined", "ZCOMM_CUDA": "OFF",
     }  # fmt: skip
     configure = ["cmake", "-S", str(ROOT), "-B", str(BUILD), *(f"-D{name}={value}" for name, value in options.items())]

@@ -84,8 +84,11 @@ def _num_joint(optimizer: zero.ZeroOptimizer) -> int:
     return sum(len(bucket.layout.joint_slots) for bucket in optimizer.parts.runtime.buckets)
 
 
-def _check_gradients(rank: int, cls: type[Optimizer], per_node: int, options: dict[str, Any], steps: int = 20) -> None:
-    """Fed the gradients that the ranks reduced, one process gives the same parameters, to 1e-6."""
+def _check_gradients(rank: int, cls: type[Optimizer], per_node: int, options: dict[str, Any], steps: int) -> None:
+    """Fed the gradients that the ranks reduced, one process gives the same parameters, to 1e-6.
+
+    That process is the first rank: the others have its bits.
+    """
     plain, model = _model().half().float() if "fp16" in options else _model(), _model()
     options = dict(options)
     of_muon, adam = options.pop("muon", {}), options.pop("adam", AdamW)
@@ -101,18 +104,21 @@ def _check_gradients(rank: int, cls: type[Optimizer], per_node: int, options: di
             theirs.grad = zero.utils.safe_get_full_grad(ours) / (2**10 if "fp16" in options else 1)
         optimizer.step()
         optimizer.zero_grad()
-        for one in optimizers:
+        for one in optimizers if rank == 0 else ():
             one.step()
         masters = [zero.utils.safe_get_full_fp32_param(param) for param in model.parameters()]
         got, values = as_vector(masters), full_values(model).values()
         rounded = as_vector([one.to(value.dtype) for one, value in zip(masters, values, strict=True)])
         assert (as_vector(values) - rounded).abs().max() < 1e-6, f"step {step}: parameters are not the rounded masters"
-        for master, param in zip(masters, plain.parameters(), strict=True):
+        for master, param in zip(masters, plain.parameters(), strict=True) if rank == 0 else ():
             assert (master - param).abs().max() < 1e-6, (step, param.shape)
         of_ranks = zcomm.control.gather_float64(got, optimizer.topology)
         assert (of_ranks == of_ranks[0]).all(), f"step {step}: ranks differ"
     momentum = zero.utils.safe_get_full_optimizer_state(model[4].weight, "momentum_buffer")
-    assert (momentum - optimizers[0].state[plain[4].weight]["momentum_buffer"]).abs().max() < 1e-6
+    of_ranks = zcomm.control.gather_float64(as_vector([momentum]), optimizer.topology)
+    assert (of_ranks == of_ranks[0]).all(), "momentum differs"
+    if rank == 0:
+        assert (momentum - optimizers[0].state[plain[4].weight]["momentum_buffer"]).abs().max() < 1e-6
     optimizer.close()
 
 
@@ -127,7 +133,7 @@ def _check_gradients(rank: int, cls: type[Optimizer], per_node: int, options: di
     ],
 )
 def test_on_the_gradients_of_the_ranks(cls: type[Optimizer], options: dict[str, Any]) -> None:
-    run_ranks(4, _check_gradients, cls, 2, options)
+    run_ranks(4, _check_gradients, cls, 2, options, 20 if options == {"stage": 2} else 5)
 
 
 @pytest.mark.parametrize(
@@ -149,7 +155,7 @@ def test_scaled_and_with_states_in_host_memory(options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(("world_size", "per_node"), [(2, 2), (4, 4)])
 def test_on_one_node(world_size: int, per_node: int) -> None:
-    run_ranks(world_size, _check_gradients, Muon, per_node, {"stage": 2})
+    run_ranks(world_size, _check_gradients, Muon, per_node, {"stage": 2}, 5)
 
 
 def _check_narrow(rank: int, stage: int) -> None:

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from tests.ranks import run_ranks
+from tests.ranks import by_first_rank, run_ranks
 from tests.zero.models import batch, groups_of, loss_of, new_model
 from tests.zero.training import full_values, train, zero_optimizer
 from zcomm import ConfigError, StateError
@@ -20,8 +21,13 @@ from zero import MovingAverage, load_checkpoint, save_checkpoint
 WORLD, DECAY = 2, 0.7
 
 
+@cache
 def _expected(dtype: torch.dtype, steps: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The trained parameters, and the averages."""
+    """On a rank: the trained parameters, and the averages, of one process."""
+    return by_first_rank(partial(_averaged, dtype, steps))
+
+
+def _averaged(dtype: torch.dtype, steps: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     model = new_model(dtype, has_frozen=True)
     optimizer = torch.optim.AdamW(groups_of(model), lr=1e-2)
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(DECAY))

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import itertools
 from contextlib import nullcontext
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -124,6 +124,12 @@ def _expected(name: str, world_size: int, num_micro: int = 1, steps: int = STEPS
     return found
 
 
+@cache
+def _expected_here(name: str, num_micro: int = 1, steps: int = STEPS) -> dict[str, Tensor]:
+    """On a rank: the same for the batches of all ranks, computed once for all tests of this pool."""
+    return by_first_rank(partial(_expected, name, torch.distributed.get_world_size(), num_micro, steps))
+
+
 def _train(model: nn.Module, optimizer: zero.ZeroOptimizer, rank: int, steps: range, num_micro: int = 1) -> None:
     for step in steps:
         for micro in range(num_micro):
@@ -163,9 +169,8 @@ def _spreading(*, is_spread: bool) -> Any:
 
 
 def _check_cases(rank: int, cases: list[dict[str, Any]], per_node: int, folder: str) -> None:
-    world_size = torch.distributed.get_world_size()
     for case in cases:
-        expected = by_first_rank(partial(_expected, case["optimizer"], world_size, case["num_micro"]))
+        expected = _expected_here(case["optimizer"], case["num_micro"])
         with zero.Init() if case["is_built"] else nullcontext():
             model = Stacks().double()
         for name, parts in FUSED.items():
@@ -213,7 +218,7 @@ def test_parts_are_dealt_out_one_by_one() -> None:
 
 def _check_modes(rank: int) -> None:
     """Where nothing is quantized, modes with deltas are one process, too; ranks agree."""
-    expected = _expected("muon", 4)
+    expected = _expected_here("muon")
     for options in (
         {"stage": 3, "mode": "delta_hpz", **EXACT},
         {"stage": 2, "mode": "delta", "weight_format": "none"},
@@ -248,8 +253,7 @@ def test_a_failed_construction_leaves_the_model_full() -> None:
 
 def _check_moves(rank: int, folder: str, name: str) -> None:
     """Saved with one declaration, stage and placement, loaded with another."""
-    world_size = torch.distributed.get_world_size()
-    expected = _expected(name, world_size, steps=5)
+    expected = _expected_here(name, steps=5)
     moves = [(0, 3, True), (3, 1, False), (1, 2, True), (2, 0, False), (3, 3, True)]
     for before, after, is_spread in moves:
         model = _declared()
@@ -444,7 +448,7 @@ def test_batches_are_torchs_muon(adjust_lr_fn: str | None, nesterov: bool, monke
     options = {"lr": 0.02, "adjust_lr_fn": adjust_lr_fn, "nesterov": nesterov}
     both = zero.Muon(ours, **options), torch.optim.Muon(theirs, **options)
     gradients = torch.Generator().manual_seed(DAY + 1)
-    for _ in range(20):
+    for _ in range(5):
         for one, other in zip(ours, theirs, strict=True):
             one.grad = torch.randn(one.shape, generator=gradients)
             other.grad = one.grad.clone()

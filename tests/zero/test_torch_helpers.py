@@ -11,6 +11,7 @@ import copy
 import itertools
 from collections.abc import Callable
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.ranks import device_mesh, run_ranks
+from tests.ranks import by_first_rank, device_mesh, run_ranks
 from tests.rotation import of_the_day
 from tests.zero.models import batch, groups_of, loss_of, new_model
 from tests.zero.training import zero_optimizer
@@ -36,7 +37,8 @@ from zcomm import StateError
 from zero import ZeroOptimizer
 
 WORLD = 2
-STEPS = 30
+STEPS_EACH = 5
+STEPS = 3 * STEPS_EACH
 ON_FIRST = StateDictOptions(full_state_dict=True, cpu_offload=True)
 FROM_FIRST = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
@@ -102,16 +104,20 @@ def _losses(model: nn.Module, optimizer: Any, rank: int, steps: range) -> list[f
     return losses
 
 
+@cache
 def _unmoved(dtype: torch.dtype, kind: str) -> list[float]:
-    model = new_model(dtype)
-    optimizer, losses = _optimizer(kind, model), []
-    for step in range(STEPS):
-        loss = sum(loss_of(model, *batch(step, 0, rank)) for rank in range(WORLD)) / WORLD
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    def train() -> list[float]:
+        model = new_model(dtype)
+        optimizer, losses = _optimizer(kind, model), []
+        for step in range(STEPS):
+            loss = sum(loss_of(model, *batch(step, 0, rank)) for rank in range(WORLD)) / WORLD
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    return by_first_rank(train)
 
 
 def _check_moves(rank: int, other: str, dtype: torch.dtype, kind: str, options: dict[str, Any]) -> None:
@@ -123,7 +129,7 @@ def _check_moves(rank: int, other: str, dtype: torch.dtype, kind: str, options: 
             if state is not None:
                 set_model_state_dict(wrapped, state[0], options=FROM_FIRST)
                 set_optimizer_state_dict(wrapped, optimizer, state[1], options=FROM_FIRST)
-            losses += _losses(wrapped, optimizer, rank, range(10 * number, 10 * number + 10))
+            losses += _losses(wrapped, optimizer, rank, range(STEPS_EACH * number, STEPS_EACH * (number + 1)))
             state = get_state_dict(wrapped, optimizer, options=ON_FIRST)
             assert bool(state[0]) == bool(state[1]) == (rank == 0)
     torch.testing.assert_close(losses, _unmoved(dtype, kind), rtol=TOLERANCE[dtype], atol=0)
@@ -194,11 +200,12 @@ def _run(rank: int, options: dict[str, Any], steps: range, state: State | None =
 
 
 def _check_16_bit(rank: int, options: dict[str, Any]) -> None:
-    expected, final = _run(rank, options, range(20))
-    first, state = _run(rank, options, range(10))
-    second, _ = _run(rank, {"stage": 0 if options["stage"] else 3}, range(10, 20), state)
+    half = STEPS_EACH
+    expected, final = _run(rank, options, range(2 * half))
+    first, state = _run(rank, options, range(half))
+    second, _ = _run(rank, {"stage": 0 if options["stage"] else 3}, range(half, 2 * half), state)
     torch.testing.assert_close(first + second, expected, rtol=1e-2, atol=0)  # another stage adds in another order
-    _, again = _run(rank, options, range(10, 20), state)
+    _, again = _run(rank, options, range(half, 2 * half), state)
     _assert_same(again, final)
     if rank == 0:
         weights, states = state[0], state[1]["state"]

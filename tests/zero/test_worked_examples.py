@@ -86,7 +86,8 @@ def alone(x, kernels_wanted="auto"):
     return decoded
 
 
-if len(sys.argv) == 1:
+rank, store = int(sys.argv[1]), sys.argv[2]
+if rank == 0:
     x = drawn(0)
     assert torch.equal(alone(x), expected(x))
     assert ((alone(x) - x).abs().double() <= step_bound(x.abs().double(), zcomm.get_format("log4"), x.dtype)).all()
@@ -100,20 +101,18 @@ if len(sys.argv) == 1:
             assert f"kernels='{wanted}'" in str(error) and "log4" in str(error), error
         else:
             raise AssertionError(wanted)
-else:
-    rank, store = int(sys.argv[1]), sys.argv[2]
-    dist.init_process_group("gloo", f"file://{store}", timedelta(seconds=60), world_size=2, rank=rank)
-    parts = [alone(drawn(r)) for r in range(2)]
-    gathered, total = torch.empty(2 * NUMEL), torch.empty(NUMEL)
-    with zcomm.traffic() as counted:
-        zcomm.all_gather_single(gathered, drawn(rank), format="log4")
-    nbytes = 32 + 500 + 8 + 4  # 16 scales, codes, a trailer, up to a multiple of 16
-    assert counted.bytes() == sum(zcomm.volume.one_hop_sent(NUMEL, torch.float32, 1, 0, "log4")) == nbytes
-    assert torch.equal(gathered, torch.cat(parts))
-    source = torch.cat([drawn(rank)] * 2)
-    zcomm.reduce_scatter_single(total, source, format="log4")
-    assert torch.equal(total, parts[0] + parts[1])
-    dist.destroy_process_group()
+dist.init_process_group("gloo", f"file://{store}", timedelta(seconds=60), world_size=2, rank=rank)
+parts = [alone(drawn(r)) for r in range(2)]
+gathered, total = torch.empty(2 * NUMEL), torch.empty(NUMEL)
+with zcomm.traffic() as counted:
+    zcomm.all_gather_single(gathered, drawn(rank), format="log4")
+nbytes = 32 + 500 + 8 + 4  # 16 scales, codes, a trailer, up to a multiple of 16
+assert counted.bytes() == sum(zcomm.volume.one_hop_sent(NUMEL, torch.float32, 1, 0, "log4")) == nbytes
+assert torch.equal(gathered, torch.cat(parts))
+source = torch.cat([drawn(rank)] * 2)
+zcomm.reduce_scatter_single(total, source, format="log4")
+assert torch.equal(total, parts[0] + parts[1])
+dist.destroy_process_group()
 print("replayed")
 """
 
@@ -245,7 +244,6 @@ def test_a_format_is_one_declaration_and_its_file(tmp_path: Path) -> None:
     Copy(tmp_path)
     changed = _apply("format", tmp_path)
     assert [file for file in changed if (ROOT / file).exists()] == ["zcomm/_formats/formats.py"]
-    _end([_start(FORMAT, tmp_path)])
     _end([_start(FORMAT, tmp_path, str(rank), str(tmp_path / "store")) for rank in range(2)])
 
 
