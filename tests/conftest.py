@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ IN_ONE_WORKER = "tests/end_to_end/"
 """These start whole jobs and count the processes that remain: one at a time, and first, as they take longest."""
 # For this process and all that it starts. Without it a rank that sends is interrupted by the rank that it wakes, within
 # gloo's lock, for which another thread of gloo waits by calling epoll_wait over and over: half of the processor's time.
-os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+with suppress(OSError, AttributeError):  # not allowed, or not Linux
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 SUMMARY_LINE = "summary line"
 """The name of a test's property (``record_property``) that is printed in the summary; what workers print is lost."""
 

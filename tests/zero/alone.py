@@ -33,7 +33,7 @@ from zcomm._base import env
 from zero import ZeroOptimizer, utils
 from zero._checkpoint import save_model_file
 
-AFTER_S, WITHIN_S = 1.0, 10.0
+AFTER_S, WITHIN_S = 2.0, 10.0
 """ZCOMM_DIVERGED_AFTER_S in these cases, and the time after it within which every rank must have raised."""
 
 
