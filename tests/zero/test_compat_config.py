@@ -39,7 +39,7 @@ def test_deepspeeds_defaults_are_added_where_nothing_is_given(tmp_path: Path) ->
     assert sections.with_defaults({"zero_optimization": automatic, "gradient_clipping": "auto"}).raw == added
     switched = {"zero_optimization": True}
     assert sections.with_defaults(switched).raw == {**switched, "gradient_clipping": 1.0}
-    config = engine.DeepSpeedConfig({"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}})
+    config = sections.DeepSpeedConfig({"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}})
     assert (config.zero_optimization_stage, config.zero_enabled, config.bf16.enabled) == (2, True, True)
     with pytest.raises(ConfigError, match="config must be a dict or the path"):
         sections.with_defaults(3)  # type: ignore[arg-type]
@@ -91,7 +91,7 @@ def test_what_deepspeed_ignores_is_left_out_and_said(raw: dict[str, Any], note: 
     for source in (raw, path):
         read = engine.DeepSpeedEngine.read_config(source)
         assert sum(note in one for one in read.notes) == 1
-    assert engine.DeepSpeedConfig(raw).zero_optimization_stage == 0
+    assert sections.DeepSpeedConfig(raw).zero_optimization_stage == 0
 
 
 @pytest.mark.parametrize("name", ["loss_scale_window", "min_loss_scale"])

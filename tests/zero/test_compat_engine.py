@@ -367,7 +367,7 @@ def test_the_private_configuration_of_an_engine_has_what_scripts_read() -> None:
 
 
 def test_a_configuration_has_solved_batch_sizes_and_monitors() -> None:
-    config = engine.DeepSpeedConfig({"train_batch_size": 64, "csv_monitor": {"enabled": True}})
+    config = sections.DeepSpeedConfig({"train_batch_size": 64, "csv_monitor": {"enabled": True}})
     sizes = config.train_batch_size, config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps
     assert sizes == (64, 64, 1)
     assert config.monitor_config.csv_monitor.enabled

@@ -17,16 +17,15 @@ import zero
 from zcomm import ConfigError, StateError
 from zero._checkpoint.export import read_weights
 from zero._config import read_source
-from zero._config.batch import solve_batch_sizes
 from zero._config.parse import Configuration, Source
 from zero._config.resolved import to_dtype
 from zero._config.sections import Config
 from zero._optim.loss_scale import DynamicLossScale
 from zero._ranks.distributed import DataParallel, RankDataLoader
 from zero.compat import comm
-from zero.compat.monitors import DeepSpeedMonitorConfig, EngineMonitor
+from zero.compat.monitors import EngineMonitor
 from zero.compat.parameters import drop_engine, end_engines, hold_engine
-from zero.compat.sections import make_folders, with_defaults
+from zero.compat.sections import ValuesByName, make_folders, with_defaults
 from zero.compat.timers import ThroughputTimer
 from zero.initialize import Initialized
 
@@ -39,58 +38,6 @@ class LossError(StateError, AssertionError):
 
 ZeRORuntimeException = zero.CheckpointError
 """What scripts catch around ``load_checkpoint``. That another number of ranks saved it is no error here."""
-
-
-class CompileConfig:
-    """The section ``compile``, of which nothing is available."""
-
-    deepcompile = False
-
-
-class ValuesByName:
-    """What a configuration says, by DeepSpeed's attribute names; others are those of the sections' keys."""
-
-    compile_config = CompileConfig()
-
-    def __init__(self, values: Any) -> None:
-        self._values = values
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return getattr(self._values, name)
-
-    @property
-    def zero_config(self) -> Any:
-        """The section ``zero_optimization``."""
-        return self._values.zero_optimization
-
-    @property
-    def zero_optimization_stage(self) -> int:
-        """The stage."""
-        return int(self._values.zero_optimization.stage)
-
-    @property
-    def zero_enabled(self) -> bool:
-        """Whether anything is sharded."""
-        return self.zero_optimization_stage > 0
-
-
-class DeepSpeedConfig(ValuesByName):
-    """A configuration that is read without a model."""
-
-    def __init__(self, config: Source, mpu: Any = None, mesh_device: Any = None) -> None:
-        self._param_dict = with_defaults(config).raw
-        super().__init__(read_source(self._param_dict).values)
-        world_size = dist.get_world_size() if dist.is_initialized() else 1
-        sizes = solve_batch_sizes(self._values, world_size if mpu is None else mpu.get_data_parallel_world_size())
-        self.train_batch_size, self.train_micro_batch_size_per_gpu = sizes.train, sizes.micro
-        self.gradient_accumulation_steps = sizes.accumulation
-
-    @property
-    def monitor_config(self) -> DeepSpeedMonitorConfig:
-        """The sections of monitors."""
-        return DeepSpeedMonitorConfig(**self._param_dict)
 
 
 class LossScaler:

@@ -26,7 +26,8 @@ _OPS = (
 
 NAMES: dict[str, dict[str, str]] = {
     "": {
-        _ENGINE: "initialize DeepSpeedEngine DeepSpeedOptimizer DeepSpeedConfig DeepSpeedConfigError",
+        _ENGINE: "initialize DeepSpeedEngine DeepSpeedOptimizer DeepSpeedConfigError",
+        _SECTIONS: "DeepSpeedConfig",
         "zero": "add_config_arguments",
         "zero.compat": "as_deepspeed",
         _COMM: "init_distributed",
@@ -82,7 +83,7 @@ NAMES: dict[str, dict[str, str]] = {
     "monitor.monitor": {_MONITORS: "MonitorMaster TensorBoardMonitor WandbMonitor csvMonitor CometMonitor"},
     "monitor.tensorboard": {_MONITORS: "TensorBoardMonitor"},
     "monitor.wandb": {_MONITORS: "WandbMonitor"},
-    "runtime.config": {_ENGINE: "DeepSpeedConfig DeepSpeedConfigError", _SECTIONS: "get_gradient_clipping"},
+    "runtime.config": {_ENGINE: "DeepSpeedConfigError", _SECTIONS: "DeepSpeedConfig get_gradient_clipping"},
     "runtime.dataloader": {_HELPERS: "RepeatingLoader DeepSpeedDataLoader"},
     "runtime.engine": {_ENGINE: "DeepSpeedEngine"},
     "runtime.lr_schedules": {"zero._optim.lr_schedulers": _SCHEDULES},

@@ -9,10 +9,14 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
+import torch.distributed as dist
+
 from zcomm import ConfigError
 from zero._config import read_source
+from zero._config.batch import solve_batch_sizes
 from zero._config.legacy import modernize
 from zero._config.parse import Configuration, Source, read_file
+from zero.compat.monitors import DeepSpeedMonitorConfig
 
 GRADIENT_CLIPPING = 1.0
 PERSISTENCE_THRESHOLD = 100_000
@@ -183,3 +187,55 @@ def get_bfloat16_config(param_dict: Mapping[str, Any]) -> DeepSpeedBF16Config:
 def get_gradient_clipping(param_dict: Mapping[str, Any]) -> float:
     """The largest gradient norm, DeepSpeed's default if none is given."""
     return float(param_dict.get("gradient_clipping", GRADIENT_CLIPPING))
+
+
+class CompileConfig:
+    """The section ``compile``, of which nothing is available."""
+
+    deepcompile = False
+
+
+class ValuesByName:
+    """What a configuration says, by DeepSpeed's attribute names; others are those of the sections' keys."""
+
+    compile_config = CompileConfig()
+
+    def __init__(self, values: Any) -> None:
+        self._values = values
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._values, name)
+
+    @property
+    def zero_config(self) -> Any:
+        """The section ``zero_optimization``."""
+        return self._values.zero_optimization
+
+    @property
+    def zero_optimization_stage(self) -> int:
+        """The stage."""
+        return int(self._values.zero_optimization.stage)
+
+    @property
+    def zero_enabled(self) -> bool:
+        """Whether anything is sharded."""
+        return self.zero_optimization_stage > 0
+
+
+class DeepSpeedConfig(ValuesByName):
+    """A configuration that is read without a model."""
+
+    def __init__(self, config: Source, mpu: Any = None, mesh_device: Any = None) -> None:
+        self._param_dict = with_defaults(config).raw
+        super().__init__(read_source(self._param_dict).values)
+        world_size = dist.get_world_size() if dist.is_initialized() else 1
+        sizes = solve_batch_sizes(self._values, world_size if mpu is None else mpu.get_data_parallel_world_size())
+        self.train_batch_size, self.train_micro_batch_size_per_gpu = sizes.train, sizes.micro
+        self.gradient_accumulation_steps = sizes.accumulation
+
+    @property
+    def monitor_config(self) -> DeepSpeedMonitorConfig:
+        """The sections of monitors."""
+        return DeepSpeedMonitorConfig(**self._param_dict)
