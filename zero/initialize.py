@@ -208,7 +208,8 @@ def _try_settings(configuration: Configuration, optimizer: Any, scheduler: Any) 
     built = _choose_optimizer(None, stand_in, None, configuration) if optimizer is None else None
     choice = configuration.values.scheduler
     if scheduler is None and choice.type is not None and not any(map(_is_list, choice.params.values())):
-        build_scheduler(choice.type, choice.params, built or torch.optim.SGD(stand_in))
+        params = {name: value for name, value in choice.params.items() if name != "last_batch_iteration"}
+        build_scheduler(choice.type, params, built or torch.optim.SGD(stand_in))
 
 
 def _is_list(value: Any) -> bool:

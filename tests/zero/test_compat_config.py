@@ -203,3 +203,15 @@ def _check_given_gradients(rank: int, stage: int) -> None:
 @pytest.mark.parametrize("stage", [1, 3])
 def test_given_gradients_have_the_dtype_that_gradients_accumulate_in(stage: int) -> None:
     run_ranks(2, _check_given_gradients, stage)
+
+
+def _check_resumed_schedule(rank: int) -> None:
+    model, given = nn.Linear(8, 4), {"type": "WarmupLR", "params": {"last_batch_iteration": 3}}
+    for _ in range(2):
+        own = torch.optim.SGD([{"params": list(model.parameters()), "initial_lr": 0.1}], lr=0.1)
+        built = engine.initialize(None, model, own, config={"train_batch_size": 1, "scheduler": given}).engine
+    built.destroy()
+
+
+def test_a_model_with_a_resumed_schedule_can_be_initialized_again() -> None:
+    run_ranks(1, _check_resumed_schedule)

@@ -359,6 +359,8 @@ def _check_private_names(rank: int) -> None:
     assert (private.zero_config.stage, private.zero_enabled, private.gradient_clipping) == (2, True, 0.5)
     with pytest.raises(AttributeError):
         _ = private.compile_confg
+    with pytest.raises(AttributeError, match="gradient_clipping=1e-09: a configuration cannot be changed"):
+        private.gradient_clipping = 1e-9
     built.destroy()
 
 

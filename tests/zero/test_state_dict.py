@@ -6,15 +6,19 @@ from __future__ import annotations
 
 import copy
 import io
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+import zcomm
 from tests.ranks import run_ranks
 from tests.zero.models import new_model
 from tests.zero.training import assert_same_bits, full_values, train, zero_optimizer
+from zcomm import StateError
 from zero import GatheredParameters, ZeroOptimizer
 from zero._checkpoint.model_file import save_model_file
 
@@ -159,3 +163,97 @@ def _check_alone_inside_a_block(rank: int, stage: int) -> None:
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_one_rank_loads_and_saves_alone_inside_a_block(stage: int) -> None:
     run_ranks(2, _check_alone_inside_a_block, stage)
+
+
+def _check_masters_follow(rank: int, options: dict[str, Any], dtype: torch.dtype, *, by_all: bool) -> None:
+    """Zeros, and after small steps the values from before: what forward reads is the same already in places."""
+    model = new_model(dtype)
+    start = {name: value.clone() for name, value in new_model(dtype).state_dict().items()}
+    zeros = {name: torch.zeros_like(value) for name, value in start.items()}
+    sgd = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with zero_optimizer(model, sgd, **options) as optimizer:
+        for wanted in (zeros, start):
+            model.load_state_dict(start)
+            train(model, optimizer, rank, steps=2)
+            with GatheredParameters(model.parameters(), modifier_rank=0):
+                if rank == 0 or by_all:
+                    model.load_state_dict(wanted if rank == 0 else {})
+            for param, first, master in optimizer.master_pieces():
+                name = next(name for name, one in model.named_parameters() if one is param)
+                assert torch.equal(master, wanted[name].flatten()[first : first + master.numel()].float()), name
+
+
+@pytest.mark.parametrize("by_all", [False, True])
+@pytest.mark.parametrize(
+    ("options", "dtype"),
+    [
+        ({"stage": 3, "quantized_weights": True}, torch.float32),
+        ({"stage": 1, "quantized_weights": True}, torch.float32),
+        ({"stage": 3}, torch.bfloat16),
+        ({"stage": 2}, torch.bfloat16),
+        ({"stage": 0}, torch.bfloat16),
+    ],
+)
+def test_masters_follow_a_load_inside_a_block(options: dict[str, Any], dtype: torch.dtype, *, by_all: bool) -> None:
+    run_ranks(2, partial(_check_masters_follow, options=options, dtype=dtype, by_all=by_all))
+
+
+def _check_half_inside(rank: int, options: dict[str, Any], dtype: torch.dtype) -> None:
+    """A container, which is not loaded as a whole: one of its modules is in the block, the other is not."""
+    torch.manual_seed(3)
+    model, other = new_model(dtype), new_model(dtype)
+    for param in other.parameters():
+        nn.init.normal_(param)
+    with zero_optimizer(model, **options):
+        pair, values = (nn.ModuleList([one.blocks[0], one.blocks[1]]) for one in (model, other))
+        for given in (values.state_dict() if rank == 0 else {}, values.state_dict()):
+            with GatheredParameters(model.blocks[0].parameters(), modifier_rank=0):
+                pair.load_state_dict(given, strict=False)
+            found = full_values(model)
+            for index in range(2):
+                for name, value in other.blocks[index].named_parameters():
+                    assert torch.equal(found[f"blocks.{index}.{name}"], value), (index, name)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bf16"])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_load_half_inside_a_block_reaches_every_rank(stage: int, dtype: torch.dtype) -> None:
+    small = {"reduce_bucket_size": 2000, "allgather_bucket_size": 2000} if stage == 2 else {}
+    run_ranks(2, _check_half_inside, {"stage": stage, **small}, dtype)
+
+
+def _check_without_parameters(rank: int, stage: int) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8, affine=False), nn.GELU())
+    with zero_optimizer(model, stage=stage):
+        with GatheredParameters(model.parameters(), modifier_rank=0):
+            if rank == 0:
+                for module in model:
+                    module.load_state_dict({name: value + 1 for name, value in module.state_dict().items()})
+        assert model[1].num_batches_tracked.item() == (rank == 0)
+        zcomm.all_reduce(torch.ones(3))
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_module_without_parameters_loads_alone_inside_a_block(stage: int) -> None:
+    run_ranks(2, _check_without_parameters, stage)
+
+
+def _check_two_modifiers(rank: int, stage: int) -> None:
+    model = new_model()
+    with zero_optimizer(model, stage=stage):
+        with GatheredParameters(model.parameters(), modifier_rank=0):
+            if rank == 0:
+                model.position.data.fill_(7)
+            with (
+                pytest.raises(StateError, match=r"modifier_rank=1\) would overwrite .*, of modifier_rank=0"),
+                GatheredParameters(model.blocks[0].parameters(), modifier_rank=1),
+            ):
+                pass
+            with GatheredParameters(model.blocks[0].parameters(), modifier_rank=0):
+                pass
+        assert bool((full_values(model)["position"] == 7).all())
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_block_of_another_rank_inside_one_is_refused(stage: int) -> None:
+    run_ranks(2, _check_two_modifiers, stage)

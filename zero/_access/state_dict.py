@@ -9,14 +9,15 @@ trainer.
 
 At stage 3 saving is collective: rank 0 gets full CPU tensors, gathered bucket by bucket; the other ranks get an empty
 dict. Inside ``zero.GatheredParameters`` of all the module's parameters it is not, and rank 0 may save alone. With
-quantized weights saving is collective there, too, and at stages 1 and 2: every rank gets copies, on the parameters'
-device. The saved values are the masters, rounded once to the parameters' dtype, not the values that forward reads.
-Those are what ``keep_vars=True`` returns at stages 1 and 2, without communication.
+quantized weights, and while a delayed update waits, saving is collective there, too, and at stages 1 and 2: every rank
+gets copies, on the parameters' device, without what was edited or loaded in the block. The saved values are the
+masters, rounded once to the parameters' dtype, not the values that forward reads. Those are what ``keep_vars=True``
+returns at stages 1 and 2, without communication.
 
 Loading is collective at every stage: every rank, and the masters, get rank 0's values. The other ranks' dicts are
 ignored, and may be the empty ones that they saved. ``assign=True`` copies, too: parameters keep their identity. Inside
-``zero.GatheredParameters(..., modifier_rank=R)`` of all the module's parameters rank R may load alone: the end of the
-block gives all ranks its values.
+``zero.GatheredParameters(..., modifier_rank=R)`` of all the module's parameters it is not collective, and rank R may
+load alone: the end of the block gives all ranks, and the masters, its values.
 """
 
 from __future__ import annotations
@@ -76,8 +77,8 @@ class StateDicts:
         self._runtime = runtime
         self._saving: StateDictCall | None = None
         self._loading: Loading | None = None
-        self._loads_alone: list[str] | None = None
-        """torch's list of errors of the last call of ``load_state_dict`` that was not collective."""
+        self._loading_alone: Loading | None = None
+        """A call of ``load_state_dict`` inside a block in which this rank may edit, which is not collective."""
         self._saves_masters, self._left_out = False, frozenset[nn.Parameter]()
         self._replace_ids: dict[nn.Module, int] = {}
         self._end_save_ids: dict[nn.Module, int] = {}
@@ -246,18 +247,20 @@ class StateDicts:
         if module not in self._replace_ids:
             return
         errors: list[str] = args[-1]
-        is_new = errors is not self._loads_alone and (self._loading is None or self._loading.errors is not errors)
-        if is_new and self._owner.may_edit(p for p in module.parameters() if is_managed(p)):
-            self._loading, self._loads_alone = None, errors  # torch copies into full parameters, on this rank alone
+        is_alone = self._loading_alone is not None and self._loading_alone.errors is errors
+        is_new = not is_alone and (self._loading is None or self._loading.errors is not errors)
+        managed = [param for param in module.parameters() if is_managed(param)]
+        if is_new and self._owner.edits.may_edit(managed):
+            # torch copies into full parameters, on this rank alone
+            self._loading, self._loading_alone = None, Loading(module, errors, not state_dict, _versions(managed))
+            self._hook_last(module)
         elif is_new:
             with calling_over(self._owner.topology, LOADING):
                 self._owner.finish_update(writes_back=True)
-            full = {p: _version(p) for p in module.parameters() if not is_released(p)}
-            self._loading = Loading(module, errors, not state_dict, full)
-            hooks: Any = module._load_state_dict_post_hooks
-            # Last, because other hooks may remove keys from the lists of missing and unexpected ones, on which the
-            # ranks agree in _end_load.
-            hooks.move_to_end(self._end_load_ids[module])
+                self._owner.edits.adopt_so_far()
+            full = _versions(p for p in module.parameters() if not is_released(p))
+            self._loading, self._loading_alone = Loading(module, errors, not state_dict, full), None
+            self._hook_last(module)
         if metadata.get("assign_to_params_buffers"):
             metadata["assign_to_params_buffers"] = False  # a new parameter would not be managed, so never trained
             for name, param in module._parameters.items():
@@ -268,8 +271,22 @@ class StateDicts:
                         "a ZeroOptimizer; pass assign=False, which casts, or load before ZeroOptimizer is constructed"
                     )
 
+    def _hook_last(self, module: nn.Module) -> None:
+        # Other hooks may remove keys from the lists of missing and unexpected ones, on which _end_load decides.
+        hooks: Any = module._load_state_dict_post_hooks
+        hooks.move_to_end(self._end_load_ids[module])
+
+    def _end_load_alone(self, loading: Loading, incompatible: Any) -> None:
+        self._loading_alone = None
+        edits = self._owner.edits
+        edits.note_loaded(param for param in loading.before if _is_changed(param, loading.before))
+        if loading.is_empty and not edits.counts_here:  # as it saved it: at stage 3 only the first rank has values
+            incompatible.missing_keys.clear()
+
     @torch.no_grad()
     def _end_load(self, module: nn.Module, incompatible: Any) -> None:
+        if self._loading_alone is not None and module is self._loading_alone.module:
+            self._end_load_alone(self._loading_alone, incompatible)
         loading = self._loading
         if loading is None or module is not loading.module or module not in self._replace_ids:
             return
@@ -339,6 +356,10 @@ def _is_view(entry: Tensor, param: nn.Parameter) -> bool:
 
 def _version(param: nn.Parameter) -> tuple[int, int]:
     return num_writes(param), param.data_ptr()
+
+
+def _versions(params: Iterable[nn.Parameter]) -> dict[nn.Parameter, tuple[int, int]]:
+    return {param: _version(param) for param in params}
 
 
 def _is_changed(param: nn.Parameter, before: dict[nn.Parameter, tuple[int, int]]) -> bool:

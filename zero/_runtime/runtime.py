@@ -120,9 +120,9 @@ class Runtime:
         )
         self._write_back = WriteBack(self.topology, self.stage, self.gatherer, self.parameter_storage)
         self.write_back, self.send_updated = self._write_back.run, self._write_back.send
-        edits = GatheredEdits(self._write_back, lambda buckets: self.in_memory(buckets, is_changed=True))
-        self.may_edit = edits.may_edit
-        self.modified, self.adopt_values, self.compare = edits.modified, edits.adopt_values, self.gatherer.compare
+        self.edits = GatheredEdits(self._write_back, lambda buckets: self.in_memory(buckets, is_changed=True))
+        self.modified, self.adopt_values = self.edits.modified, self.edits.adopt_values
+        self.compare = self.gatherer.compare
 
     def _plans_of_shards(self, options: GatherOptions) -> dict[int, ShardPlan]:
         """The shards that are stored off the device, or encoded."""

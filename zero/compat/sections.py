@@ -201,7 +201,10 @@ class ValuesByName:
     compile_config = CompileConfig()
 
     def __init__(self, values: Any) -> None:
-        self._values = values
+        vars(self)["_values"] = values
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(f"{name}={value!r}: a configuration cannot be changed; pass it to deepspeed.initialize")
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -228,12 +231,12 @@ class DeepSpeedConfig(ValuesByName):
     """A configuration that is read without a model."""
 
     def __init__(self, config: Source, mpu: Any = None, mesh_device: Any = None) -> None:
-        self._param_dict = with_defaults(config).raw
-        super().__init__(read_source(self._param_dict).values)
+        raw = with_defaults(config).raw
+        super().__init__(read_source(raw).values)
         world_size = dist.get_world_size() if dist.is_initialized() else 1
         sizes = solve_batch_sizes(self._values, world_size if mpu is None else mpu.get_data_parallel_world_size())
-        self.train_batch_size, self.train_micro_batch_size_per_gpu = sizes.train, sizes.micro
-        self.gradient_accumulation_steps = sizes.accumulation
+        of_sizes = {"train_batch_size": sizes.train, "train_micro_batch_size_per_gpu": sizes.micro}
+        vars(self).update(of_sizes, gradient_accumulation_steps=sizes.accumulation, _param_dict=raw)
 
     @property
     def monitor_config(self) -> DeepSpeedMonitorConfig:
