@@ -126,7 +126,7 @@ class Start:
 
 
 def _keep_groups() -> None:
-    """Every model in DistributedDataParallel ends, as those of install_ddp do: two of 50 runs of torch's own hung."""
+    """Let models in DistributedDataParallel that have no hook of ours end, too: see :func:`keep_group`."""
     init = DistributedDataParallel.__init__
 
     def keeping(ddp: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:

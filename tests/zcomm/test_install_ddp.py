@@ -461,6 +461,6 @@ print("ended")
 
 
 def test_a_model_that_outlives_its_process_group_ends() -> None:
-    """Torch's reducer would destroy the group with Python's lock, which gloo's threads want: one in 10 to 100 hangs."""
+    """Torch's reducer would destroy it with the GIL held, for which gloo's threads wait: one in 10 to 100 hangs."""
     done = subprocess.run([sys.executable, "-c", ENDS], capture_output=True, text=True, check=False, timeout=240)
     assert done.stdout.strip() == "ended", done.stderr

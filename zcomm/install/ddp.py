@@ -211,9 +211,9 @@ def _state_of(ddp: DistributedDataParallel) -> _State:
 def keep_group(ddp: DistributedDataParallel) -> None:
     """Let the process group of ``ddp`` live longer than its reducer.
 
-    A reducer that is the group's last owner destroys it while it holds Python's lock, and waits for gloo's threads. One
-    of them may want that lock, to drop the last tensor that it has sent: the script never ends. Python, as the last
-    owner, gives the lock up before (torch 2.13).
+    A reducer that is the group's last owner destroys it with the GIL held, and joins gloo's threads. One of them may
+    wait for the GIL, to drop the last tensor that it has sent: a deadlock. If Python is the last owner, the GIL is
+    released first (torch 2.13).
     """
     weakref.finalize(ddp.reducer, id, ddp.process_group).atexit = False
 

@@ -64,6 +64,8 @@ class Loading:
     errors: list[str]
     """torch's list of errors, which every hook of the call gets."""
     is_empty: bool
+    is_alone: bool
+    """Not collective: inside a block in which torch copies into parameters that a rank may edit alone."""
     before: dict[nn.Parameter, tuple[int, int]]
     """Number of writes to, and address of, each parameter that was full at the start of the call."""
     sources: dict[nn.Parameter, Tensor] = field(default_factory=dict)
@@ -77,8 +79,6 @@ class StateDicts:
         self._runtime = runtime
         self._saving: StateDictCall | None = None
         self._loading: Loading | None = None
-        self._loading_alone: Loading | None = None
-        """A call of ``load_state_dict`` inside a block in which this rank may edit, which is not collective."""
         self._saves_masters, self._left_out = False, frozenset[nn.Parameter]()
         self._replace_ids: dict[nn.Module, int] = {}
         self._end_save_ids: dict[nn.Module, int] = {}
@@ -247,20 +247,19 @@ class StateDicts:
         if module not in self._replace_ids:
             return
         errors: list[str] = args[-1]
-        is_alone = self._loading_alone is not None and self._loading_alone.errors is errors
-        is_new = not is_alone and (self._loading is None or self._loading.errors is not errors)
-        managed = [param for param in module.parameters() if is_managed(param)]
-        if is_new and self._owner.edits.may_edit(managed):
-            # torch copies into full parameters, on this rank alone
-            self._loading, self._loading_alone = None, Loading(module, errors, not state_dict, _versions(managed))
-            self._hook_last(module)
-        elif is_new:
-            with calling_over(self._owner.topology, LOADING):
-                self._owner.finish_update(writes_back=True)
-                self._owner.edits.adopt_so_far()
-            full = _versions(p for p in module.parameters() if not is_released(p))
-            self._loading, self._loading_alone = Loading(module, errors, not state_dict, full), None
-            self._hook_last(module)
+        if self._loading is None or self._loading.errors is not errors:
+            edits = self._owner.edits
+            is_alone = edits.may_edit(param for param in module.parameters() if is_managed(param))
+            if not is_alone:
+                with calling_over(self._owner.topology, LOADING):
+                    self._owner.finish_update(writes_back=True)
+                    edits.adopt_so_far()
+            full = {p: _version(p) for p in module.parameters() if not is_released(p)}
+            self._loading = Loading(module, errors, not state_dict, is_alone, full)
+            hooks: Any = module._load_state_dict_post_hooks
+            # Last, because other hooks may remove keys from the lists of missing and unexpected ones, on which
+            # _end_load decides.
+            hooks.move_to_end(self._end_load_ids[module])
         if metadata.get("assign_to_params_buffers"):
             metadata["assign_to_params_buffers"] = False  # a new parameter would not be managed, so never trained
             for name, param in module._parameters.items():
@@ -271,28 +270,20 @@ class StateDicts:
                         "a ZeroOptimizer; pass assign=False, which casts, or load before ZeroOptimizer is constructed"
                     )
 
-    def _hook_last(self, module: nn.Module) -> None:
-        # Other hooks may remove keys from the lists of missing and unexpected ones, on which _end_load decides.
-        hooks: Any = module._load_state_dict_post_hooks
-        hooks.move_to_end(self._end_load_ids[module])
-
-    def _end_load_alone(self, loading: Loading, incompatible: Any) -> None:
-        self._loading_alone = None
-        edits = self._owner.edits
-        edits.note_loaded(param for param in loading.before if _is_changed(param, loading.before))
-        if loading.is_empty and not edits.counts_here:  # as it saved it: at stage 3 only the first rank has values
-            incompatible.missing_keys.clear()
-
     @torch.no_grad()
     def _end_load(self, module: nn.Module, incompatible: Any) -> None:
-        if self._loading_alone is not None and module is self._loading_alone.module:
-            self._end_load_alone(self._loading_alone, incompatible)
         loading = self._loading
         if loading is None or module is not loading.module or module not in self._replace_ids:
             return
         self._loading = None
-        with calling_over(self._owner.topology, LOADING):
-            self._adopt_values(loading, incompatible)
+        if not loading.is_alone:
+            with calling_over(self._owner.topology, LOADING):
+                self._adopt_values(loading, incompatible)
+            return
+        edits = self._owner.edits
+        edits.note_loaded(p for p in loading.before if is_managed(p) and _is_changed(p, loading.before))
+        if loading.is_empty and not edits.counts_here:  # what this rank has saved: at stage 3 the first one has it all
+            incompatible.missing_keys.clear()
 
     def _adopt_values(self, loading: Loading, incompatible: Any) -> None:
         """Give every rank rank 0's values. If a rank has an error, or missing keys, every rank gets one."""
@@ -356,10 +347,6 @@ def _is_view(entry: Tensor, param: nn.Parameter) -> bool:
 
 def _version(param: nn.Parameter) -> tuple[int, int]:
     return num_writes(param), param.data_ptr()
-
-
-def _versions(params: Iterable[nn.Parameter]) -> dict[nn.Parameter, tuple[int, int]]:
-    return {param: _version(param) for param in params}
 
 
 def _is_changed(param: nn.Parameter, before: dict[nn.Parameter, tuple[int, int]]) -> bool:

@@ -124,7 +124,7 @@ class GatheredEdits:
         Args:
             slots: The parameters.
             rank: Its values count.
-            before: The earlier values of this rank's rows; where they are equal, masters stay.
+            before: The earlier values of this rank's rows, unless all are loaded; where they are equal, masters stay.
             is_written: Which parameters were written to, whatever the values. What autograd has saved of a parameter
                 that any rank wrote to or changed is out of date on all.
             is_loaded: Those whose masters get the values everywhere.
@@ -132,7 +132,7 @@ class GatheredEdits:
         flags, loaded = [], {param for param, one in zip(_params(slots), is_loaded, strict=True) if one}
         for bucket, chosen in slots.items():
             edited = {slot for slot in chosen if bucket.params[slot] not in loaded}
-            flags += self._adopt_bucket(bucket, chosen, edited, rank, before.get(bucket))
+            flags += self._adopt_bucket(bucket, chosen, edited, rank, before)
         changed = torch.tensor([a or b for a, b in zip(flags, is_written, strict=True)], dtype=torch.int64)
         if self._topology.world_size > 1:
             changed = control.agree_max(changed, self._topology)
@@ -140,7 +140,12 @@ class GatheredEdits:
         self._write_back.run(list(slots), params=[p for p, new in zip(_params(slots), is_new, strict=True) if new])
 
     def _adopt_bucket(
-        self, bucket: Bucket, chosen: Collection[int], edited: Collection[int], rank: int, before: Tensor | None
+        self,
+        bucket: Bucket,
+        chosen: Collection[int],
+        edited: Collection[int],
+        rank: int,
+        before: Mapping[Bucket, Tensor],
     ) -> list[bool]:
         """Broadcast one bucket and update its masters; which of ``chosen`` changed in this rank's rows."""
         changed = dict.fromkeys(chosen, False)
@@ -151,8 +156,8 @@ class GatheredEdits:
                 if piece.slot in changed:
                     part = slice(piece.start, piece.stop)
                     values = rows[part].to(master.device, master.dtype)  # masters may be in host memory
-                    if before is not None and piece.slot in edited:
-                        is_same = (rows[part] == before[part]).to(master.device)
+                    if piece.slot in edited:
+                        is_same = (rows[part] == before[bucket][part]).to(master.device)
                         values = torch.where(is_same, master, values)
                         changed[piece.slot] |= not bool(is_same.all())
                     master.copy_(values)
