@@ -47,7 +47,7 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_PARAMETERS = 600, 60, 8
 MORE_PARAMETERS = {
     "all_gather_single": 9, "reduce_scatter_single": 11, "all_reduce": 9, "all_to_all_single": 9,
     "install_ddp": 9, "install_fsdp2": 10,
-    "initialize": 14, "TiledLinear.__init__": 9,
+    "initialize": 14, "save_checkpoint": 9, "TiledLinear.__init__": 9,
     "CPUAdam.__init__": 11, "CPUAdagrad.__init__": 9, "quantize": 9,
 }  # fmt: skip
 # optional libraries

@@ -280,7 +280,7 @@ class Engine(nn.Module):
     ) -> checkpoints.Saving:
         """Save the complete training state, as ``global_stepN`` if no ``tag`` is given. Collective.
 
-        See :func:`zero.save_checkpoint`.
+        See :func:`zero.save_checkpoint`; its ``tag_validation`` is the configuration's ``checkpoint.tag_validation``.
         """
         return checkpoints.save_checkpoint(
             self.optimizer,
@@ -291,6 +291,7 @@ class Engine(nn.Module):
             save_latest=save_latest,
             exclude_frozen_parameters=exclude_frozen_parameters,
             async_op=async_op,
+            tag_validation=self._config.checkpoint.tag_validation,
         )
 
     def load_checkpoint(

@@ -12,6 +12,7 @@ import pickle
 import resource
 import shutil
 import sys
+import unittest
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -210,6 +211,42 @@ def _check_save_errors(rank: int, folder: Path, stage: int) -> None:
         save("good")
         assert (folder / "latest").read_text() == f"crc32={zlib.crc32(b'good'):08x} good"
         assert len(list((folder / "good").glob("shard_*"))) == 2, "shards of the save before are gone"
+        _check_tags_of_ranks(rank, folder, optimizer)
+
+
+def _check_tags_of_ranks(rank: int, folder: Path, optimizer: zero.ZeroOptimizer) -> None:
+    """A tag made of the time, say: warned of, passed over, or refused before anything is written."""
+
+    def save(tag: str, how: str) -> object:
+        return zero.save_checkpoint(optimizer, folder, tag, tag_validation=how)
+
+    _refuses(rank, lambda: save(f"f{rank}", "fail"), "rank 1 'f1'", "first rank's is 'f0'")
+    _refuses(rank, lambda: save("f", "Fail" if rank else "warn"), "must be one of", "'Fail'")
+    assert not list(folder.glob("f*[01]"))
+    watch = unittest.TestCase()
+    with watch.assertLogs("zero", "WARNING") if rank else watch.assertNoLogs("zero", "WARNING") as log:
+        save(f"warn{rank}", "warn")
+    assert log is None or log.output[0].endswith(
+        "saved as 'warn0', the first rank's tag, not as 'warn1', that of rank 1"
+    )
+    with watch.assertNoLogs("zero", "WARNING"):
+        save(f"ignore{rank}", "ignore")
+        save("same", "fail")
+    assert {path.name for path in folder.glob("*[01e]") if path.is_dir()} >= {"warn0", "ignore0", "same"}
+    assert not list(folder.glob("*1"))
+
+
+def _check_tags_of_engines(rank: int, folder: Path) -> None:
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "Adam"},
+        "zero_optimization": {"stage": 1},
+        "checkpoint": {"tag_validation": "FAIL"},
+    }
+    engine = zero.initialize(model=new_model(), config=config).engine
+    _refuses(rank, lambda: engine.save_checkpoint(folder, f"engine{rank}"), "the same tag")
+    engine.save_checkpoint(folder, "engine")
+    engine.destroy()
 
 
 def _check_planning_errors(rank: int, folder: Path) -> None:
@@ -254,6 +291,7 @@ def _check_all(rank: int, path: str, stage: int) -> None:
     _check_save_errors(rank, folder, stage)
     if stage == 1:
         _check_planning_errors(rank, folder)
+        _check_tags_of_engines(rank, folder)
 
 
 @pytest.mark.parametrize("stage", [1, 3])

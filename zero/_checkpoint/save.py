@@ -37,6 +37,8 @@ from zero.optimizer import ZeroOptimizer
 
 logger = logging.getLogger("zero")
 
+TAG_VALIDATIONS = ("ignore", "warn", "fail")
+
 
 def check_loadable(index: Index) -> None:
     """Raise CheckpointError, with the key, if a tensor that ``index`` refers to is missing.
@@ -140,6 +142,7 @@ def save_checkpoint(
     save_latest: bool = True,
     exclude_frozen_parameters: bool = False,
     async_op: bool = False,
+    tag_validation: str = "warn",
 ) -> Saving:
     """Save the model, the optimizer and all other training state. Collective, also over model-parallel ranks.
 
@@ -153,6 +156,8 @@ def save_checkpoint(
         exclude_frozen_parameters: Leave out frozen parameters; loading then keeps those of the model.
         async_op: Return once everything is copied to host memory; a thread writes. The next save waits for it.
             No effect for states on NVMe: host memory may be too small for a copy.
+        tag_validation: If a rank gives another ``tag``, as one made of the time: ``"warn"`` on that rank, and save
+            under the first rank's; ``"ignore"``: save so and say nothing; ``"fail"``: a CheckpointError.
 
     Raises:
         CheckpointError: A value cannot be stored (the message gives its path); an earlier asynchronous save failed; the
@@ -170,13 +175,9 @@ def save_checkpoint(
     path = agreed(lambda: _checked_path(optimizer, save_dir, tag, ranks), ranks, "no checkpoint can be saved")
     _check_same_step(optimizer, ranks)
     folder, background = Path(share_text(str(path), 0, ranks)), ranks.background
-    snapshot = take_snapshot(
-        optimizer,
-        ranks,
-        stateful=stateful or {},
-        client_state=client_state or {},
-        exclude_frozen_parameters=exclude_frozen_parameters,
-    )
+    agreed(lambda: _compare_tags(path.name, folder.name, tag_validation, ranks), ranks, "no checkpoint can be saved")
+    contents = {"stateful": stateful or {}, "client_state": client_state or {}}
+    snapshot = take_snapshot(optimizer, ranks, exclude_frozen_parameters=exclude_frozen_parameters, **contents)
     snapshot = join_parts(snapshot, optimizer.topology, optimizer.parts.model_parallel)
     async_op = async_op and not snapshot.is_in_files  # may differ between ranks: the exchanges are the same
     take = snapshot.copied if async_op else lambda: snapshot
@@ -199,6 +200,22 @@ def _checked_path(optimizer: ZeroOptimizer, save_dir: str | Path, tag: str, rank
     if save_dir is None or not str(save_dir):  # as a path, "" is the current folder
         raise CheckpointError(f"save_dir must be a folder: save_dir={save_dir!r}; pass '.' for the current one")
     return Path(save_dir).absolute() / check_tag(str(tag))
+
+
+def _compare_tags(own: str, first: str, tag_validation: str, ranks: Topology) -> None:
+    """Warn, or raise, if this rank's tag is not the first rank's. On this rank alone."""
+    if tag_validation not in TAG_VALIDATIONS:
+        raise CheckpointError(
+            f"tag_validation must be one of {', '.join(TAG_VALIDATIONS)}: tag_validation={tag_validation!r}"
+        )
+    if own == first or tag_validation == "ignore":
+        return
+    if tag_validation == "fail":
+        raise CheckpointError(
+            f"every rank must save under the same tag: the first rank's is {first!r}, that of rank {ranks.rank} {own!r}"
+            "; pass the same one everywhere, for example without the time"
+        )
+    logger.warning("saved as %r, the first rank's tag, not as %r, that of rank %d", first, own, ranks.rank)
 
 
 def _check_same_step(optimizer: ZeroOptimizer, ranks: Topology) -> None:

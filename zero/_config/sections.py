@@ -223,6 +223,23 @@ class FlopsProfile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """``checkpoint``."""
+
+    tag_validation: str = key(
+        "warn",
+        "if ranks give save_checkpoint() different tags, the first rank's is used, with a warning (warn) or without "
+        "(ignore), or it is an error (fail)",
+        choices=("ignore", "warn", "fail"),
+    )
+    load_universal: bool = ignored(False, "load checkpoints on other world sizes", "always possible")
+    use_node_local_storage: bool = ignored(False, "files on each node's own disk", "all ranks share one folder")
+    parallel_write: dict[str, Any] = key({}, "who writes", inactive="every rank always writes its shard")
+    writer: dict[str, Any] = key({}, "how files are written", inactive="DeepSpeed's checkpoint format only")
+    checkpoint_serialization: bool = ignored(True, "write the model as a pickle", "safetensors, as always")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
     """All keys."""
 
@@ -275,7 +292,7 @@ class Config:
     )
     dataloader_drop_last: bool = key(False, "drop an incomplete last batch", false="keep it")
     zcomm: Zcomm = section(Zcomm, "this library's own keys")
-    checkpoint: dict[str, Any] = key({}, "checkpoints", inactive="DeepSpeed's checkpoint format only")
+    checkpoint: Checkpoint = section(Checkpoint, "checkpoints")
     sparse_gradients: bool = ignored(False, "-", "gradients of embeddings with sparse=True are made dense")
     sequence_parallel_size: int = key(1, "-", minimum=1, unavailable="sequence parallelism")
     seq_parallel_communication_data_type: str | None = key(

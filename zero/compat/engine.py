@@ -357,6 +357,14 @@ class DeepSpeedEngine(zero.Engine):
         """Whether the configuration is logged."""
         return self._config.dump_state
 
+    def checkpoint_tag_validation_enabled(self) -> bool:
+        """Whether ranks' tags of a checkpoint are compared."""
+        return self._config.checkpoint.tag_validation != "ignore"
+
+    def checkpoint_tag_validation_fail(self) -> bool:
+        """Whether different tags are an error."""
+        return self._config.checkpoint.tag_validation == "fail"
+
     def optimizer_name(self) -> str:
         """The optimizer's name in the configuration, or its class."""
         return self._config.optimizer.type or type(self.client_optimizer).__name__
