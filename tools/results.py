@@ -42,6 +42,8 @@ CONFIGURATIONS = {
     "smallest": "",
     "delta-hpz": "",
     "delta-hpz-x4": "the batch in four parts",
+    "bf16-zero3-muon": "Muon for the matrices",
+    "delta-hpz-muon": "Muon for the matrices",
 }
 STUDENT_T = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
 """The two-sided 95 % quantile, by the number of seeds."""
@@ -65,6 +67,8 @@ def _losses(file: str) -> str:
     found = {cells[0]: cells for line in lines if (cells := [cell.strip() for cell in line.strip("| ").split(" | ")])}
     body = []
     for name, what in CONFIGURATIONS.items():
+        if name not in found:
+            continue
         _, seeds, loss, difference, sent, *_ = found[name]
         parts = re.findall(r"[+-]?\d+\.\d+", difference)
         counts = "-"

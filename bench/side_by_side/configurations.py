@@ -9,7 +9,7 @@ import torch
 
 from zcomm import RECIPES
 
-__all__ = ["BASELINE", "CONFIGURATIONS", "DEFAULT", "Configuration"]
+__all__ = ["BASELINE", "CONFIGURATIONS", "DEFAULT", "Configuration", "baseline_of"]
 
 BASELINE = "bf16-zero3"
 """The baseline of all comparisons."""
@@ -60,3 +60,8 @@ CONFIGURATIONS = {
     "delta-hpz-muon": Configuration("delta-hpz, Muon for the hidden matrices", options=DELTA, has_muon=True),
 }  # fmt: skip
 DEFAULT = list(CONFIGURATIONS)[:8]
+
+
+def baseline_of(name: str) -> str:
+    """The configuration that ``name`` is compared with: without quantization, with the same optimizer."""
+    return f"{BASELINE}-muon" if CONFIGURATIONS[name].has_muon else BASELINE

@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from side_by_side.configurations import BASELINE, CONFIGURATIONS
+from side_by_side.configurations import BASELINE, CONFIGURATIONS, baseline_of
 from side_by_side.records import Record
 from zcomm.volume import inter_node_model_units
 
@@ -103,8 +103,9 @@ def rows_of(records: Sequence[Record]) -> list[Row]:
 
 def table(rows: Sequence[Row]) -> str:
     """Return the table as Markdown, with the library's warnings."""
-    baseline = next((row for row in rows if row.name == BASELINE), Row(BASELINE, []))
-    lines = [HEADER, ["---"] * len(HEADER), *(row.cells(baseline) for row in rows)]
+    by_name = {row.name: row for row in rows}
+    baselines = [by_name.get(name, Row(name, [])) for name in map(baseline_of, by_name)]
+    lines = [HEADER, ["---"] * len(HEADER), *map(Row.cells, rows, baselines)]
     text = "\n".join("| " + " | ".join(line) + " |" for line in lines)
     notes = [f"- {record.key}: {line}" for row in rows for record in row.records for line in record.log]
     notes += [

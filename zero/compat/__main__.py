@@ -21,16 +21,19 @@ NEEDS_CUDA = (
     "for devices, or run it where there is one"
 )
 
+USAGE = "usage: python -m zero.compat [--local_rank] [-m module | script.py] ARGS\n"
+
 
 def main() -> int:
-    """Run what the command line names, as ``python`` would; returns 2 if it names nothing."""
+    """Run what the command line names, as ``python`` would; returns 2, with the usage, if it names nothing."""
     given = sys.argv[1:]
     passes_local_rank = given[:1] == ["--local_rank"]
     given = given[passes_local_rank:]
     is_module = given[:1] == ["-m"]
-    if len(given) < 1 + is_module:
-        sys.stderr.write("usage: python -m zero.compat [--local_rank] [-m module | script.py] ARGS\n")
-        return 2
+    asks_for_help = given[:1] in (["-h"], ["--help"])
+    if asks_for_help or len(given) < 1 + is_module:
+        (sys.stdout if asks_for_help else sys.stderr).write(USAGE)
+        return 0 if asks_for_help else 2
     as_deepspeed()
     sys.argv = given[is_module:]
     if passes_local_rank:
