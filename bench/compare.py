@@ -9,7 +9,8 @@
 The steps of all systems are interleaved in one process group, so that other load on the machine affects all of them
 alike. On an emulated network (network namespaces, ``tc tbf``) a node has two ranks. Peak memory is measured for each
 system in separate ranks. ``--batch network`` makes a small, network-bound step, ``compute`` a large, compute-bound one;
-``users`` is what users train with, at ``--hidden-size 512``: 13,003,776 parameters, 1,024 tokens a rank.
+``users`` is what users train with, at ``--hidden-size 512``: 13,003,776 parameters, 1,024 tokens a rank. ``main``: a
+step of ``convergence.py --model main``, for ``to_loss.py``.
 Systems named ``x4`` accumulate four batches a step, each in its fastest way, and are compared with each other only.
 
 Results: ``--output``.json, written after every measurement, .md and .png. Run the same command again to resume.
@@ -46,6 +47,7 @@ BATCHES = {
     "network": {"batch_size": 1, "seq_length": 16},
     "compute": {"batch_size": 8, "seq_length": 128},
     "users": {"batch_size": 4, "seq_length": 256},
+    "main": {"batch_size": 4, "seq_length": 128},
 }
 MODEL = {"num_layers": 4, "hidden_size": 256, "num_attention_heads": 4}
 RANKS_PER_NODE = 2
@@ -61,7 +63,12 @@ def parse_arguments() -> argparse.Namespace:
     )
     add("--batch", nargs="+", choices=BATCHES, default=["network", "compute"])
     add("--dtype", nargs="+", choices=["float32", "bfloat16"], default=["bfloat16"])
-    add("--systems", nargs="+", choices=COMPARED, help="default: all installed ones but Muon's")
+    add(
+        "--systems",
+        nargs="+",
+        choices=COMPARED,
+        help="default: all installed ones but Muon's and those with another loss",
+    )
     add("--nodes", type=int, default=2, help=f"number of nodes, of {RANKS_PER_NODE} ranks each")
     add("--rounds", type=int, default=5)
     add("--steps", type=int, default=1, help="steps of each system in a round")

@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from contenders.catalogue import ENTRIES
+from contenders.catalogue import ENTRIES, INEXACT
 
 from comparison.records import Run, System
 
@@ -89,12 +89,12 @@ def rows_of(key: Key, runs: dict[Key, Run], memory: dict[str, dict[str, Any]]) -
 
 
 def best_peer(run: Run, accumulation: int) -> str | None:
-    """Return the fastest system of another library with that number of micro-batches in a step."""
+    """Return the fastest system of another library with that number of micro-batches in a step, and the same loss."""
     seconds = {
         name: statistics.median(system.seconds)
         for name, system in run.systems.items()
         if system.accumulation == accumulation and system.seconds and not system.error
-        if ENTRIES[name].module not in OURS
+        if ENTRIES[name].module not in OURS and name not in INEXACT
     }
     return min(seconds, key=lambda name: seconds[name], default=None)
 

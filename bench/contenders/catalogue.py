@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from contenders.contender import Contender, ContenderSetup
 
-__all__ = ["COMPARED", "DEFAULT", "ENTRIES", "ONE_MACHINE", "Entry", "available", "build"]
+__all__ = ["COMPARED", "DEFAULT", "ENTRIES", "INEXACT", "ONE_MACHINE", "Entry", "available", "build"]
 
 
 class Entry(NamedTuple):
@@ -64,6 +64,11 @@ ENTRIES |= {
     "delta-hpz x4": Entry(3, "zero_optimizer", DELTA | {"accumulation": 4}),
     "delta-hpz exact": Entry(3, "zero_optimizer", DELTA | {"changes": "exact"}),
 }
+POWERSGD = {f"ddp powersgd {rank}": {"gradient_as_bucket_view": True, "powersgd_rank": rank} for rank in (4, 16)}
+ENTRIES |= {name: Entry(0, "ddp", options) for name, options in POWERSGD.items()}
+ENTRIES |= {f"diloco x{n}": Entry(0, "diloco", {"accumulation": n}, "torchft") for n in (10, 50)}
+INEXACT = (*POWERSGD, "diloco x10", "diloco x50")
+"""They train to another loss in as many steps: bench/to_loss.py compares the times until a loss."""
 ENTRIES |= {
     f"{name} muon": ENTRIES[name]._replace(options=ENTRIES[name].options | {"has_muon": True})
     for name in (
@@ -79,10 +84,10 @@ COMPARED = (
     "deepspeed stage 1 x4", "deepspeed stage 3 x4",
     "zero stage 1", "zero stage 2", "zero stage 3", "zero stage 3 small whole", "zero stage 3 offload",
     "zero stage 3 nvme", "zero++", "zero++ x4", "delta-hpz", "delta-hpz x4", "delta-hpz exact",
-    *(name for name in ENTRIES if name.endswith(" muon")),
+    *(name for name in ENTRIES if name.endswith(" muon")), *INEXACT,
 )  # fmt: skip
 """The contenders in the tables of compare.py."""
-DEFAULT = tuple(name for name in COMPARED if not name.endswith(" muon"))
+DEFAULT = tuple(name for name in COMPARED if not name.endswith(" muon") and name not in INEXACT)
 """Those that it measures unless others are asked for."""
 
 

@@ -7,25 +7,41 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import GradBucket
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
 from contenders.contender import Contender, ContenderSetup, torch_step
 
-__all__ = ["build"]
+__all__ = ["ONE_BUCKET", "build", "send_by_powersgd"]
+
+ONE_BUCKET = 1 << 20
+"""MiB of a bucket for PowerSGD: it starts exchanges in gloo's threads, and those of two buckets would mix."""
+
+FIRST_POWERSGD_STEP = 10
+"""Steps before this one send whole gradients; torch recommends some."""
 
 
 def build(
-    setup: ContenderSetup, *, gradient_as_bucket_view: bool, sends_bf16: bool = False, accumulation: int = 1
+    setup: ContenderSetup,
+    *,
+    gradient_as_bucket_view: bool,
+    sends_bf16: bool = False,
+    powersgd_rank: int = 0,
+    accumulation: int = 1,
 ) -> Contender:
     """Wrap the model. With bucket views gradients take no memory besides DDP's buckets.
 
-    ``sends_bf16`` rounds gradients before they are sent. With accumulation they are sent once a step (``no_sync``).
+    ``sends_bf16`` rounds gradients before they are sent; a ``powersgd_rank`` sends factors of that rank instead. With
+    accumulation gradients are sent once a step (``no_sync``).
     """
-    model = DistributedDataParallel(setup.model, gradient_as_bucket_view=gradient_as_bucket_view)
+    cap = ONE_BUCKET if powersgd_rank else None
+    model = DistributedDataParallel(setup.model, bucket_cap_mb=cap, gradient_as_bucket_view=gradient_as_bucket_view)
     if sends_bf16:
         model.register_comm_hook(None, _in_bf16)
+    if powersgd_rank:
+        send_by_powersgd(model, powersgd_rank, first_step=2)  # the steps that are timed send factors
     optimizer = AdamW(model.parameters(), lr=setup.learning_rate, fused=True)
     device = next(setup.model.parameters()).device
     autocast = torch.autocast(device.type, setup.dtype, enabled=setup.dtype != torch.float32)
@@ -38,3 +54,12 @@ def _in_bf16(state: object, bucket: GradBucket) -> Future[Tensor]:  # noqa: ARG0
     mean = bucket.buffer().to(torch.bfloat16).div_(dist.get_world_size())
     reduced = dist.all_reduce(mean, async_op=True).get_future()
     return reduced.then(lambda done: bucket.buffer().copy_(done.value()[0]))
+
+
+def send_by_powersgd(
+    model: DistributedDataParallel, rank: int, *, first_step: int = FIRST_POWERSGD_STEP
+) -> PowerSGDState:
+    """Let ``model`` send factors of its gradients, of rank ``rank``; what they lack is added to the next gradients."""
+    state = PowerSGDState(None, rank, first_step)
+    model.register_comm_hook(state, powerSGD_hook)
+    return state

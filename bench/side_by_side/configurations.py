@@ -31,6 +31,10 @@ class Configuration:
     """Whether to use a secondary partition inside each node (hpZ)."""
     has_muon: bool = False
     """Whether Muon updates the hidden matrices, and AdamW only the rest."""
+    powersgd_rank: int = 0
+    """DDP sends factors of gradients, of this rank."""
+    local_steps: int = 0
+    """Nodes train apart, by DiLoCo, with an exchange after so many steps."""
 
 
 def _recipe(name: str, description: str) -> Configuration:
@@ -57,7 +61,21 @@ CONFIGURATIONS = {
     ),
     "bf16-zero3-muon": Configuration("ZeRO-3 in bf16, Muon for the hidden matrices", has_muon=True),
     "delta-hpz-exact": Configuration("replicas with the bits of the masters", options=DELTA | {"changes": "exact"}),
+    **{
+        f"ddp-powersgd-{rank}": Configuration(
+            f"DDP, gradients by PowerSGD of rank {rank}", torch.float32, is_ddp=True, powersgd_rank=rank
+        )
+        for rank in (4, 16)
+    },
+    **{
+        f"diloco-{steps}": Configuration(f"DiLoCo, {steps} steps apart", torch.float32, is_ddp=True, local_steps=steps)
+        for steps in (10, 50)
+    },
     "delta-hpz-muon": Configuration("delta-hpz, Muon for the hidden matrices", options=DELTA, has_muon=True),
+    "delta-hpz-muon-int8": Configuration(
+        "the same, gradients in 8 bits between nodes",
+        options=DELTA | {"gradient_format": ("int8", "int8")}, has_muon=True,
+    ),
 }  # fmt: skip
 DEFAULT = list(CONFIGURATIONS)[:8]
 

@@ -1,4 +1,4 @@
-"""Training engines with one interface: DDP and ZeroOptimizer."""
+"""Training engines with one interface: DDP, DiLoCo and ZeroOptimizer."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
+from contenders.ddp import ONE_BUCKET, send_by_powersgd
+from contenders.diloco import LocalSteps
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
@@ -58,12 +60,20 @@ class Engine(Protocol):
 
 
 class _Ddp:
-    """DistributedDataParallel and torch's AdamW."""
+    """DistributedDataParallel and torch's AdamW; gradients whole or by PowerSGD; with DiLoCo over a node's ranks."""
 
-    def __init__(self, model: nn.Module, lr: float, topology: Topology) -> None:
+    def __init__(self, model: nn.Module, lr: float, topology: Topology, configuration: Configuration) -> None:
         self.model, self._topology = model, topology
-        self._wrapped = DistributedDataParallel(model)
         self._optimizer = AdamW(model.parameters(), lr=lr, **ADAM)
+        self._powersgd_rank, self._local_steps = configuration.powersgd_rank, configuration.local_steps
+        self._local = self._powersgd = None
+        if self._local_steps:
+            self._local = LocalSteps(model, self._optimizer, topology, every=self._local_steps)
+            self._wrapped = self._local.wrapped
+        else:
+            self._wrapped = DistributedDataParallel(model, bucket_cap_mb=ONE_BUCKET if self._powersgd_rank else None)
+        if self._powersgd_rank:
+            self._powersgd = send_by_powersgd(self._wrapped, self._powersgd_rank)
         self._schedule = _Schedule(self._optimizer)
         self.was_step_applied = True
 
@@ -88,21 +98,38 @@ class _Ddp:
         return param.detach()
 
     def uncounted_inter_nbytes(self) -> int:
-        """A two-hop all-reduce: each gradient crosses the network once."""
-        numel = sum(p.numel() for p in self.model.parameters())
+        """A two-hop all-reduce: each gradient crosses the network once, or its factors, or a change of some steps."""
+        numel = sum(map(self._sent_numel, self.model.parameters()))
         nodes, per_node = self._topology.num_nodes, self._topology.ranks_per_node
         sent = volume.all_reduce_sent(numel, torch.float32, nodes, per_node, ("none", "none"))
-        return sent.inter * self._topology.world_size
+        return sent.inter * self._topology.world_size // (self._local_steps or 1)
+
+    def _sent_numel(self, param: nn.Parameter) -> int:
+        rows, columns, rank = len(param), param.numel() // len(param), self._powersgd_rank
+        factors = (rows + columns) * rank
+        return factors if rank and param.dim() > 1 and 2 * factors < param.numel() else param.numel()
 
     def state_dict(self) -> dict[str, Any]:
-        return {"model": self.model.state_dict(), "optimizer": self._optimizer.state_dict()}
+        """Of DiLoCo after an exchange, when all nodes have the same parameters."""
+        state = {"model": self.model.state_dict(), "optimizer": self._optimizer.state_dict()}
+        if self._local is not None:
+            state["outer"] = self._local.outer.state_dict()
+        if self._powersgd is not None:
+            state["powersgd"] = self._powersgd.__getstate__()
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.model.load_state_dict(state["model"])
         self._optimizer.load_state_dict(state["optimizer"])
+        if self._local is not None:
+            self._local.outer.load_state_dict(state["outer"])
+            self._local.note_loaded()
+        if self._powersgd is not None:
+            self._powersgd.__setstate__(state["powersgd"])
 
     def close(self) -> None:
-        pass
+        if self._local is not None:
+            self._local.close()
 
 
 class _Zero:
@@ -160,7 +187,7 @@ class _Zero:
 def build_engine(configuration: Configuration, model: nn.Module, lr: float, topology: Topology) -> Engine:
     """Make the engine of a configuration for ``model``. Collective; raises the library's error if it refuses."""
     if configuration.is_ddp:
-        return _Ddp(model, lr, topology)
+        return _Ddp(model, lr, topology, configuration)
     return _Zero(model, lr, topology, configuration)
 
 
