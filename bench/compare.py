@@ -160,13 +160,16 @@ def take_memory(arguments: argparse.Namespace, store: Store, key: str, words: li
 
 
 def context() -> dict[str, str]:
-    """Describe the command, the versions and the machine."""
+    """Describe the command, the commit, the versions and the machine."""
     versions, memory_gib = {}, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    for package in ("zcomm-zero", "torch", "deepspeed"):
+    for package in ("zcomm-zero", "torch", "deepspeed", "torchft"):
         try:
             versions[package] = version(package)
         except PackageNotFoundError:
             versions[package] = "not installed"
+    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude=*"]
+    found = subprocess.run(git, check=False, capture_output=True, text=True)
+    versions["zcomm-zero"] += f" ({found.stdout.strip() or 'commit unknown'})"
     today = time.strftime("%Y-%m-%d", time.gmtime())
     return {
         "command": shlex.join(["python", *sys.argv]),
