@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import random
 import select
@@ -32,12 +31,13 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from beside_ranks import ANSWERS, END
+from comparison.intervals import CONFIDENCE, interval
 from comparison.tables import LOOPBACK
 from contenders.catalogue import COMPARED
 from contenders.job import SHAPE, add_shape
@@ -45,7 +45,6 @@ from contenders.job import SHAPE, add_shape
 from zcomm._bench.harness import BenchReport, Column
 
 SYSTEMS = ["zero stage 1", "zero stage 2", "zero stage 3", "zero++", "delta-hpz", "zero stage 3 offload"]
-CONFIDENCE = 0.95
 START_S = 300
 """Limit of one request; the first imports torch and builds the system."""
 KEEPS = {"MALLOC_TRIM_THRESHOLD_": str(2**32), "MALLOC_MMAP_THRESHOLD_": str(2**32)}
@@ -151,21 +150,6 @@ def measure(arguments: argparse.Namespace, network: str) -> dict[tuple[str, str]
                 for version in draw.sample(sorted(jobs), 2):
                     measured.setdefault((system, version), []).append(jobs[version].run(system))
     return measured
-
-
-def interval(values: Sequence[float], confidence: float = CONFIDENCE) -> tuple[float, float]:
-    """The confidence interval of the median of the distribution that ``values`` are a sample of."""
-    ordered, count = sorted(values), len(values)
-    below, outside = 0, 0.0
-    while below < count // 2:
-        outside += (
-            2 * math.comb(count, below) / 2**count
-        )  # probability that at most ``below`` values lie on one side of the median
-        if outside > 1 - confidence:
-            break
-        below += 1
-    first = max(below - 1, 0)
-    return ordered[first], ordered[-1 - first]
 
 
 def row_of(network: str, system: str, before: list[dict[str, Any]], now: list[dict[str, Any]]) -> dict[str, Any]:

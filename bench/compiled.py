@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from beside import interval
+from comparison.intervals import interval
 from contenders.job import add_shape, batch, new_setup
 
 import zero

@@ -11,6 +11,7 @@ from typing import Any
 
 from contenders.catalogue import ENTRIES, INEXACT
 
+from comparison.intervals import CONFIDENCE, FEWEST, interval
 from comparison.records import Run, System
 
 __all__ = ["PEERS", "Key", "bases", "best_peer", "cells", "markdown", "of_accumulation", "rows_of", "table"]
@@ -22,18 +23,20 @@ OURS = ("zero_optimizer", "alone")
 LOOPBACK = "loopback"
 LOSS_TOLERANCE = {"float32": 5e-5, "bfloat16": 5e-2}
 """Absolute difference to :data:`PEERS` after the same steps: four decimals; in 16 bits a loss far from right."""
-SPREAD = "lowest to highest"
+SPREAD, INTERVAL = "lowest to highest", f"{CONFIDENCE:.0%} interval"
+"""Titles of two values in a cell."""
 COLUMNS = {
     "system": ("system", ""), "step, ms": ("step_ms", ",.1f"), SPREAD: ("step_range_ms", ",.1f"),
     "tokens/s": ("tokens_per_s", ",.0f"), "against FSDP2": ("vs_fsdp2", ".2f"),
-    "against the best peer": ("vs_best", ".2f"), "network's share": ("network_share", ".1%"),
+    "against the best peer": ("vs_best", ".2f"), INTERVAL: ("vs_best_interval", ".2f"),
+    "network's share": ("network_share", ".1%"),
     "computation's share": ("compute_share", ".1%"), "wire, MB a node": ("wire_mb", ".2f"),
     "M between nodes": ("units", ".3f"), "RSS, MiB": ("peak_mib", ",.0f"), "model states, MiB": ("states_mib", ",.1f"),
     "loss": ("loss", ".5f"), "distance": ("distance", ".2e"), "of another order": ("order_distance", ".2e"),
     "remark": ("remark", ""),
 }  # fmt: skip
 """Title -> key of a row, and format of its value."""
-DISTANCES = ("distance", "of another order")
+OPTIONAL = ("distance", "of another order", INTERVAL)
 """Titles that are left out of a table without these figures."""
 NOTES = """\
 Medians over rounds; the systems run interleaved, in another order each round. Network's share: 1 - step on
@@ -46,6 +49,8 @@ another order: of one process that has the sequences of each batch in the opposi
 Over gloo FSDP2's reduce-scatter is an all-reduce, which sends twice the bytes: over NCCL `fsdp2` would send a
 quarter (`reshard=True`) or a third (`reshard=False`) less. HSDP (`hsdp`: FSDP2 on a mesh of nodes x ranks) keeps
 a copy of the model in each node; between nodes it all-reduces gradients, over NCCL as here.
+
+The interval is that of the median of the rounds' ratios to the best peer, by order statistics.
 """
 
 Key = str
@@ -75,9 +80,13 @@ def rows_of(key: Key, runs: dict[Key, Run], memory: dict[str, dict[str, Any]]) -
         for figure in ("units", "distance", "order_distance"):
             if getattr(system, figure) is not None:
                 row[figure] = getattr(system, figure)
-        for column, peer in (("vs_fsdp2", PEERS.get(count)), ("vs_best", best_peer(run, count))):
+        best = best_peer(run, count)
+        for column, peer in (("vs_fsdp2", PEERS.get(count)), ("vs_best", best)):
             if peer is not None and (of_peer := run.systems.get(peer, System()).seconds):
                 row[column] = _median_ratio(of_peer, system.seconds)
+        of_best = [] if best in (None, name) else run.systems[best].seconds
+        if len(of_best) == len(system.seconds) >= FEWEST:
+            row["vs_best_interval"] = interval([a / b for a, b in zip(of_best, system.seconds, strict=True)])
         fast = loopback.systems.get(name, System())
         if fast.seconds and loopback is not run:
             row["network_share"] = 1 - statistics.median(fast.seconds) / seconds
@@ -121,7 +130,7 @@ def markdown(runs: dict[Key, Run], memory: dict[str, dict[str, Any]], context: d
                 "",
             ]
         for count, some in of_accumulation(rows).items():
-            titles = [title for title, (figure, _) in COLUMNS.items() if title not in DISTANCES or _has(some, figure)]
+            titles = [title for title, (figure, _) in COLUMNS.items() if title not in OPTIONAL or _has(some, figure)]
             lines += [bases(run, count), "", *table(some, titles), ""]
     return "\n".join(lines)
 
@@ -180,7 +189,7 @@ def cells(row: dict[str, Any], titles: Sequence[str]) -> list[str]:
         value = row.get(key)
         if value is None:
             found.append("")
-        elif title == SPREAD:
+        elif title in (SPREAD, INTERVAL):
             found.append(" to ".join(format(bound, spec) for bound in value))
         else:
             found.append(format(value, spec).replace("|", "/"))

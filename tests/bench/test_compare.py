@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -88,6 +89,26 @@ def test_tables_from_recorded_json(tmp_path: Path) -> None:
     assert accumulating.count("\n| ") == 5
     assert runs[key].unfinished(["ddp", "deepspeed stage 3", "zero stage 1"], 3) == ["zero stage 1"]
     assert runs[key].unfinished(["ddp"], 4) == ["ddp"]
+
+
+def test_the_interval_of_a_ratio_needs_six_rounds_in_common() -> None:
+    def run(count: int) -> dict[str, Any]:
+        systems = {
+            "ddp": records.System(seconds=[2.0, 9.0, 4.0, 12.0, 5.0, 6.0][:count], wire_nbytes=[0.0]),
+            "fsdp2 reshard=True": records.System(seconds=[20.0] * 6, wire_nbytes=[0.0]),
+            "delta-hpz": records.System(seconds=[2.0, 3.0, 1.0, 2.0, 1.0, 3.0][:count], wire_nbytes=[0.0]),
+        }
+        key = "bfloat16 network loopback"
+        rows = tables.rows_of(key, {key: records.Run(tokens=64, systems=systems)}, {})
+        text = "\n".join(tables.markdown({key: records.Run(tokens=64, systems=systems)}, {}, {}).splitlines())
+        assert ("95% interval |" in text) == (count == 6)
+        return {row["system"]: row for row in rows}
+
+    rows = run(6)
+    assert rows["delta-hpz"]["vs_best"] == 3.5, "of 1, 2, 3, 4, 5 and 6"
+    assert rows["delta-hpz"]["vs_best_interval"] == (1, 6)
+    assert "vs_best_interval" not in rows["ddp"], "it is the best peer"
+    assert all("vs_best_interval" not in row for row in run(5).values())
 
 
 def test_another_shape_is_refused(tmp_path: Path) -> None:
