@@ -28,12 +28,12 @@ SPREAD, INTERVAL = "lowest to highest", f"{CONFIDENCE:.0%} interval"
 COLUMNS = {
     "system": ("system", ""), "step, ms": ("step_ms", ",.1f"), SPREAD: ("step_range_ms", ",.1f"),
     "tokens/s": ("tokens_per_s", ",.0f"), "against FSDP2": ("vs_fsdp2", ".2f"),
-    "against the best peer": ("vs_best", ".2f"), INTERVAL: ("vs_best_interval", ".2f"),
+    "against the best peer": ("vs_best", ".2f"),
     "network's share": ("network_share", ".1%"),
     "computation's share": ("compute_share", ".1%"), "wire, MB a node": ("wire_mb", ".2f"),
     "M between nodes": ("units", ".3f"), "RSS, MiB": ("peak_mib", ",.0f"), "model states, MiB": ("states_mib", ",.1f"),
     "loss": ("loss", ".5f"), "distance": ("distance", ".2e"), "of another order": ("order_distance", ".2e"),
-    "remark": ("remark", ""),
+    INTERVAL: ("vs_best_interval", ".2f"), "remark": ("remark", ""),
 }  # fmt: skip
 """Title -> key of a row, and format of its value."""
 OPTIONAL = ("distance", "of another order", INTERVAL)
@@ -50,7 +50,7 @@ Over gloo FSDP2's reduce-scatter is an all-reduce, which sends twice the bytes: 
 quarter (`reshard=True`) or a third (`reshard=False`) less. HSDP (`hsdp`: FSDP2 on a mesh of nodes x ranks) keeps
 a copy of the model in each node; between nodes it all-reduces gradients, over NCCL as here.
 
-The interval is that of the median of the rounds' ratios to the best peer, by order statistics.
+The interval is that of "against the best peer", the median of the rounds' ratios, by order statistics.
 """
 
 Key = str
