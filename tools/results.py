@@ -22,7 +22,7 @@ PAGES = (ROOT / "README.md", ROOT / "docs" / "results.md")
 sys.path.insert(0, str(ROOT / "bench"))
 
 from comparison.records import Store  # noqa: E402  (bench is a folder of scripts)
-from comparison.tables import bases, markdown, of_accumulation, rows_of, table  # noqa: E402
+from comparison.tables import bases, markdown, of_accumulation, rates, rows_of, table  # noqa: E402
 
 NETWORK_COLUMNS = [
     "system", "step, ms", "tokens/s", "against FSDP2", "against the best peer", "wire, MB a node", "model states, MiB",
@@ -59,6 +59,14 @@ def _compared(file: str, key: str, accumulation: int, columns: Sequence[str]) ->
         row["system"] = f"`{row['system']}`"
     introduction = f"{bases(runs[key], accumulation)} ([{file}.md]({LINK}{file}.md))"
     return "\n".join([introduction, "", *table(rows, columns)])
+
+
+def _rates(file: str, batch: str, accumulation: int) -> str:
+    """Tokens/s at every rate."""
+    store = Store(RESULTS / f"{file}.json")
+    runs = {name: store.run(name) for name in store.values["runs"]}
+    lines = rates(runs, store.values["memory"], "bfloat16", batch, accumulation)
+    return "\n".join([f"([{file}.md]({LINK}{file}.md))", "", *lines])
 
 
 def _losses(file: str) -> str:

@@ -5,6 +5,7 @@ Systems that accumulate batches have a separate table, and are compared with pee
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from typing import Any
@@ -14,13 +15,15 @@ from contenders.catalogue import ENTRIES, INEXACT
 from comparison.intervals import CONFIDENCE, FEWEST, interval
 from comparison.records import Run, System
 
-__all__ = ["PEERS", "Key", "bases", "best_peer", "cells", "markdown", "of_accumulation", "rows_of", "table"]
+__all__ = ["PEERS", "Key", "bases", "best_peer", "cells", "markdown", "of_accumulation", "rates", "rows_of", "table"]
 
 PEERS = {1: "fsdp2 reshard=True", 4: "fsdp2 reshard=False x4"}
 """The FSDP2 baseline by the number of micro-batches in a step. With four, keeping full parameters is fastest."""
 OURS = ("zero_optimizer", "alone")
 """Modules of contenders that are no peers: this library, and training without communication."""
 LOOPBACK = "loopback"
+FASTEST = "delta-hpz"
+"""This library's system of which :func:`rates` says what the network would allow."""
 LOSS_TOLERANCE = {"float32": 5e-5, "bfloat16": 5e-2}
 """Absolute difference to :data:`PEERS` after the same steps: four decimals; in 16 bits a loss far from right."""
 SPREAD, INTERVAL = "lowest to highest", f"{CONFIDENCE:.0%} interval"
@@ -114,10 +117,58 @@ def of_accumulation(rows: Sequence[dict[str, Any]]) -> dict[int, list[dict[str, 
     return {count: [row for row in rows if row["accumulation"] == count] for count in counts}
 
 
+def rates(runs: dict[Key, Run], memory: dict[str, dict[str, Any]], dtype: str, batch: str, count: int) -> list[str]:
+    """Return the lines of a table of tokens/s at every rate, and of what :data:`FASTEST` could reach."""
+    found = {
+        network: {row["system"]: row for row in of_accumulation(rows_of(key, runs, memory)).get(count, [])}
+        for key in runs
+        for *of_key, network in [key.split()]
+        if of_key == [dtype, batch]
+    }
+    networks = sorted((network for network in found if found[network]), key=_bits_per_s, reverse=True)
+    body = []
+    for name in dict.fromkeys(name for network in networks for name in found[network]):
+        rows = [found[network].get(name, {}) for network in networks]
+        speeds = [format(row["tokens_per_s"], ",.0f") if "tokens_per_s" in row else "" for row in rows]
+        states = next((format(row["states_mib"], ",.1f") for row in rows if "states_mib" in row), "")
+        body.append([name, *speeds, states])
+    ours, alone = (name if count == 1 else f"{name} x{count}" for name in (FASTEST, "alone"))
+    of_ours = [found[network].get(ours, {}) for network in networks]
+    best = [best_peer(runs[f"{dtype} {batch} {network}"], count) or "" for network in networks]
+    ratios = [format(row["vs_best"], ".2f") if "vs_best" in row else "" for row in of_ours]
+    shares = [_share_of_possible(found[network], ours, alone, network) for network in networks]
+    body += [["best peer", *best, ""], [f"{ours} over the best peer", *ratios, ""]]
+    body.append([f"{ours} over what bytes and computing allow", *shares, ""])
+    head = ["tokens/s", *networks, "model states, MiB"]
+    return ["| " + " | ".join(line) + " |" for line in (head, ["---"] * len(head), *body)]
+
+
+def _share_of_possible(rows: dict[str, dict[str, Any]], name: str, alone: str, network: str) -> str:
+    """The longer of computing alone and sending the bytes of ``name``, over its step."""
+    if "step_ms" not in rows.get(name, {}) or "step_ms" not in rows.get(alone, {}):
+        return ""
+    sending_ms = 8e9 * rows[name]["wire_mb"] / _bits_per_s(network)
+    return format(max(rows[alone]["step_ms"], sending_ms) / rows[name]["step_ms"], ".2f")
+
+
+def _bits_per_s(network: str) -> float:
+    """The rate of a network in the notation of tc; loopback has none."""
+    units = {"gbit": 1e9, "mbit": 1e6}
+    found = [bits * float(network.removesuffix(unit)) for unit, bits in units.items() if network.endswith(unit)]
+    return found[0] if found else math.inf
+
+
 def markdown(runs: dict[Key, Run], memory: dict[str, dict[str, Any]], context: dict[str, Any]) -> str:
     """Return the report."""
     lines = ["# The same training under each system", "", *(f"{name}: {text}  " for name, text in context.items()), ""]
     lines += [*NOTES.splitlines(), ""]
+    of_batches = [key.rsplit(maxsplit=1)[0] for key in runs]
+    for batch in dict.fromkeys(of_batches):
+        if of_batches.count(batch) > 1:
+            lines += [f"## {batch.replace(' ', ', ')}, by rate", ""]
+            counts = {system.accumulation for run in runs.values() for system in run.systems.values()}
+            for count in sorted(counts):
+                lines += [*rates(runs, memory, *batch.split(), count), ""]
     for key, run in runs.items():
         lines += [f"## {key.replace(' ', ', ')}", "", f"{run.numel:,} parameters, {run.tokens} tokens a batch.", ""]
         rows = rows_of(key, runs, memory)

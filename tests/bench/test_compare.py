@@ -85,7 +85,7 @@ def test_tables_from_recorded_json(tmp_path: Path) -> None:
     assert "RuntimeError: a / b |" in text
     assert "One batch a step. FSDP2: `fsdp2 reshard=True`. Best peer: `ddp`." in text
     one, accumulating = text.split("4 batches a step, accumulated. FSDP2: `fsdp2 reshard=False x4`. Best peer: `hsdp ")
-    assert "x4" not in one.partition("200mbit")[2]
+    assert "x4" not in one.partition("## float32, network, 200mbit")[2]
     assert accumulating.count("\n| ") == 5
     assert runs[key].unfinished(["ddp", "deepspeed stage 3", "zero stage 1"], 3) == ["zero stage 1"]
     assert runs[key].unfinished(["ddp"], 4) == ["ddp"]
@@ -116,3 +116,30 @@ def test_another_shape_is_refused(tmp_path: Path) -> None:
     store.check_shape("network", {"hidden_size": 256})
     with pytest.raises(ValueError, match="choose another --output"):
         store.check_shape("network", {"hidden_size": 512})
+
+
+def test_speeds_by_rate_and_what_bytes_and_computing_allow() -> None:
+    def run(alone: float, peer: float, ours: float) -> records.Run:
+        times = {"alone": (alone, 0.0), "ddp": (peer, 9e6), "delta-hpz": (ours, 5e6), "zero++": (1.0, 1e6)}
+        systems = {name: records.System(seconds=[s], wire_nbytes=[n]) for name, (s, n) in times.items()}
+        systems["zero++"].error = "gone" if peer > 2 else ""
+        return records.Run(tokens=100, systems=systems)
+
+    runs = {
+        "bfloat16 users 10mbit": run(1.0, 16.0, 5.0),
+        "bfloat16 users loopback": run(1.0, 2.0, 1.25),
+        "float32 users 10mbit": run(1.0, 1.0, 1.0),
+    }
+    lines = tables.rates(runs, {"bfloat16 users": {"ddp": {"states_mib": 7.0}}}, "bfloat16", "users", 1)
+    assert lines[0] == "| tokens/s | loopback | 10mbit | model states, MiB |"
+    assert lines[2:] == [
+        "| alone | 100 | 100 |  |",
+        "| ddp | 50 | 6 | 7.0 |",
+        "| delta-hpz | 80 | 20 |  |",
+        "| zero++ | 100 |  |  |",
+        "| best peer | ddp | ddp |  |",
+        "| delta-hpz over the best peer | 1.60 | 3.20 |  |",
+        "| delta-hpz over what bytes and computing allow | 0.80 | 0.80 |  |",  # 1 of 1.25 s; 5 MB in 4 of 5 s
+    ]
+    text = tables.markdown(runs, {}, {})
+    assert text.count(", by rate") == 1, "of the batch that has two rates"
