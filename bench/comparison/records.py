@@ -23,6 +23,8 @@ class System:
     """Time of an optimizer step on the slowest rank, the mean over the steps of a round."""
     wire_nbytes: list[float] = field(default_factory=list)
     """Bytes that a node sends in a step, by its interface's counter, the mean over the nodes."""
+    cpu_seconds: list[float] = field(default_factory=list)
+    """Processor time of a step, of all ranks together; not what the kernel does for the network in others' time."""
     units: float | None = None
     """Bytes that zcomm counted between nodes in a step, in units of the bfloat16 model."""
     losses: dict[str, float] = field(default_factory=dict)

@@ -28,6 +28,7 @@ LOSS_TOLERANCE = {"float32": 5e-5, "bfloat16": 5e-2}
 """Absolute difference to :data:`PEERS` after the same steps: four decimals; in 16 bits a loss far from right."""
 SPREAD, INTERVAL = "lowest to highest", f"{CONFIDENCE:.0%} interval"
 """Titles of two values in a cell."""
+CPU = "CPU, s"
 COLUMNS = {
     "system": ("system", ""), "step, ms": ("step_ms", ",.1f"), SPREAD: ("step_range_ms", ",.1f"),
     "tokens/s": ("tokens_per_s", ",.0f"), "against FSDP2": ("vs_fsdp2", ".2f"),
@@ -36,10 +37,10 @@ COLUMNS = {
     "computation's share": ("compute_share", ".1%"), "wire, MB a node": ("wire_mb", ".2f"),
     "M between nodes": ("units", ".3f"), "RSS, MiB": ("peak_mib", ",.0f"), "model states, MiB": ("states_mib", ",.1f"),
     "loss": ("loss", ".5f"), "distance": ("distance", ".2e"), "of another order": ("order_distance", ".2e"),
-    INTERVAL: ("vs_best_interval", ".2f"), "remark": ("remark", ""),
+    CPU: ("cpu_s", ".2f"), INTERVAL: ("vs_best_interval", ".2f"), "remark": ("remark", ""),
 }  # fmt: skip
 """Title -> key of a row, and format of its value."""
-OPTIONAL = ("distance", "of another order", INTERVAL)
+OPTIONAL = ("distance", "of another order", CPU, INTERVAL)
 """Titles that are left out of a table without these figures."""
 NOTES = """\
 Medians over rounds; the systems run interleaved, in another order each round. Network's share: 1 - step on
@@ -47,7 +48,8 @@ loopback / step here. Computation's share: step of the same ranks without commun
 that a node's interface sent in a step (on loopback: all nodes'). M: bytes between nodes in units of the bfloat16
 model. RSS and model states: the largest over the ranks, each system in separate ranks. Distance: of the weights
 after the last step from those of one process with the batches of all ranks, over how far these have moved; of
-another order: of one process that has the sequences of each batch in the opposite order.
+another order: of one process that has the sequences of each batch in the opposite order. CPU: of a step, all ranks'
+together; on so few cores no step is shorter than that over their number.
 
 Over gloo FSDP2's reduce-scatter is an all-reduce, which sends twice the bytes: over NCCL `fsdp2` would send a
 quarter (`reshard=True`) or a third (`reshard=False`) less. HSDP (`hsdp`: FSDP2 on a mesh of nodes x ranks) keeps
@@ -90,6 +92,8 @@ def rows_of(key: Key, runs: dict[Key, Run], memory: dict[str, dict[str, Any]]) -
         of_best = [] if best in (None, name) else run.systems[best].seconds
         if len(of_best) == len(system.seconds) >= FEWEST:
             row["vs_best_interval"] = interval([a / b for a, b in zip(of_best, system.seconds, strict=True)])
+        if system.cpu_seconds:
+            row["cpu_s"] = statistics.median(system.cpu_seconds)
         fast = loopback.systems.get(name, System())
         if fast.seconds and loopback is not run:
             row["network_share"] = 1 - statistics.median(fast.seconds) / seconds
