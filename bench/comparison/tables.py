@@ -82,9 +82,8 @@ def rows_of(key: Key, runs: dict[Key, Run], memory: dict[str, dict[str, Any]]) -
             "wire_mb": statistics.median(system.wire_nbytes) / 1e6,
             "loss": system.losses.get(step),
         }
-        for figure in ("units", "distance", "order_distance"):
-            if getattr(system, figure) is not None:
-                row[figure] = getattr(system, figure)
+        row["cpu_s"] = statistics.median(system.cpu_seconds) if system.cpu_seconds else None
+        row |= {figure: getattr(system, figure) for figure in ("units", "distance", "order_distance")}
         best = best_peer(run, count)
         for column, peer in (("vs_fsdp2", PEERS.get(count)), ("vs_best", best)):
             if peer is not None and (of_peer := run.systems.get(peer, System()).seconds):
@@ -92,8 +91,6 @@ def rows_of(key: Key, runs: dict[Key, Run], memory: dict[str, dict[str, Any]]) -
         of_best = [] if best in (None, name) else run.systems[best].seconds
         if len(of_best) == len(system.seconds) >= FEWEST:
             row["vs_best_interval"] = interval([a / b for a, b in zip(of_best, system.seconds, strict=True)])
-        if system.cpu_seconds:
-            row["cpu_s"] = statistics.median(system.cpu_seconds)
         fast = loopback.systems.get(name, System())
         if fast.seconds and loopback is not run:
             row["network_share"] = 1 - statistics.median(fast.seconds) / seconds
@@ -191,7 +188,7 @@ def markdown(runs: dict[Key, Run], memory: dict[str, dict[str, Any]], context: d
 
 
 def _has(rows: Sequence[dict[str, Any]], figure: str) -> bool:
-    return any(figure in row for row in rows)
+    return any(row.get(figure) is not None for row in rows)
 
 
 def table(rows: Sequence[dict[str, Any]], titles: Sequence[str]) -> list[str]:
