@@ -74,6 +74,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--steps", type=int, default=1, help="steps of each system in a round")
     add("--learning-rate", type=float, default=LEARNING_RATE, help="exact changes send less at low ones")
     add("--no-memory", action="store_true", help="do not measure peak memory")
+    add("--no-distance", action="store_true", help="do not repeat all steps in one process at the end")
     add(
         "--patience",
         type=float,
@@ -105,7 +106,8 @@ def measure(arguments: argparse.Namespace, store: Store, key: str, words: list[s
             launch |= {"num_ranks": arguments.nodes * RANKS_PER_NODE, "ranks_per_node": RANKS_PER_NODE}
         else:
             launch |= {"emulate_nodes": arguments.nodes, "ranks_per_node": RANKS_PER_NODE, "rate": network}
-        problem = wait(start([script, *words_of(launch), *words, "--systems", *todo]), store.path, arguments.patience)
+        command = [script, *words_of(launch), *words, "--systems", *todo]
+        problem = wait(start(command + ["--no-distance"] * arguments.no_distance), store.path, arguments.patience)
         store.values = Store(store.path).values
         run = store.run(key)
         if problem and run.running not in todo:

@@ -43,6 +43,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--systems", nargs="+", choices=COMPARED, required=True)
     parser.add_argument("--rounds", type=int, default=5, help="rounds, including those in the store")
     parser.add_argument("--steps", type=int, default=1, help="steps of each system in a round")
+    parser.add_argument("--no-distance", action="store_true", help="compare no weights with those of one process")
     parser.add_argument("--nvme-folder", help="folder for offloaded parameters and states")
     add_shape(parser)
     add_launch_arguments(parser)
@@ -86,7 +87,7 @@ class Rounds:
                         bar.set_postfix_str(name)
                         self._try(name, partial(self._run_steps, name, is_counted=True))
                         bar.update()
-            for name in names:
+            for name in [] if self._arguments.no_distance else names:
                 bar.set_postfix_str(f"{name}, distance")
                 self._try(name, partial(self._take_distance, name))
         self._keep("")
