@@ -161,20 +161,30 @@ def take_memory(arguments: argparse.Namespace, store: Store, key: str, words: li
         store.write()
 
 
-def context() -> dict[str, str]:
-    """Describe the command, the commit, the versions and the machine."""
+def commit() -> str:
+    """The commit of this tree, and whether anything but results differs from it."""
+    git = ["git", "-C", str(Path(__file__).parents[1])]
+    try:
+        name = subprocess.run([*git, "rev-parse", "--short=8", "HEAD"], check=True, capture_output=True, text=True)
+        paths = ["--", ".", ":!bench/results"]
+        status = subprocess.run([*git, "status", "--porcelain", *paths], check=True, capture_output=True, text=True)
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return name.stdout.strip() + ("-changed" if status.stdout.strip() else "")
+
+
+def context(before: dict[str, str]) -> dict[str, str]:
+    """Describe the command, the versions, the machine, and the commits of all rounds, with those ``before``."""
     versions, memory_gib = {}, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     for package in ("zcomm-zero", "torch", "deepspeed", "torchft"):
         try:
             versions[package] = version(package)
         except PackageNotFoundError:
             versions[package] = "not installed"
-    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude=*"]
-    found = subprocess.run(git, check=False, capture_output=True, text=True)
-    versions["zcomm-zero"] += f" ({found.stdout.strip() or 'commit unknown'})"
     today = time.strftime("%Y-%m-%d", time.gmtime())
     return {
         "command": shlex.join(["python", *sys.argv]),
+        "commits": ", ".join(dict.fromkeys([*filter(None, before.get("commits", "").split(", ")), commit()])),
         "versions": ", ".join(f"{name} {text}" for name, text in versions.items()),
         "machine": f"{_cpu_name()}, {os.cpu_count()} cores, {memory_gib:.0f} GiB, {platform.machine()}, {today}",
     }
@@ -202,7 +212,7 @@ def main() -> int:
         signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
     )  # so that ``finally`` ends the processes it started
     store, names = Store(arguments.output.with_suffix(".json")), arguments.systems or available(DEFAULT)
-    store.values["context"] = context()
+    store.values["context"] = context(store.values["context"])
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     try:
         with tempfile.TemporaryDirectory(dir=arguments.output.parent) as folder:

@@ -61,6 +61,7 @@ class Rounds:
         cpu = torch.device("cpu")
         self._run.numel = sum(p.numel() for p in new_setup(arguments, arguments.dtype, cpu).model.parameters())
         self._run.tokens = topology.world_size * arguments.batch_size * arguments.seq_length
+        self._started, self._number = int(time.time()), 0
         self._contenders: dict[str, Contender] = {}
         self._errors: dict[str, str] = {}
         self._one_process: dict[tuple[int, bool], OneProcess] = {}
@@ -82,6 +83,7 @@ class Rounds:
                 self._try(name, partial(self._run_steps, name, is_counted=False))
                 bar.update()
             for number in range(rounds):
+                self._number = number
                 for name in random.Random(number).sample(names, len(names)):  # the same on all ranks
                     if number < left[name]:
                         bar.set_postfix_str(name)
@@ -115,6 +117,7 @@ class Rounds:
         system.losses.setdefault(str(contender.num_steps), contender.loss)
         if is_counted:
             system.seconds.append(of_ranks[:, 0].max().item())
+            system.rounds.append(f"{self._started}/{self._number}")
             system.wire_nbytes.append(of_ranks[:, 1].mean().item())
             system.cpu_seconds.append(of_ranks[:, 3].sum().item())
             if ENTRIES[name].module == "zero_optimizer":

@@ -6,9 +6,12 @@
 
 What a run has learned after a step does not depend on the network. So the steps to the loss are taken from training
 runs, over their seeds; the time of a step and the bytes of a node's interface from interleaved steps on the emulated
-network. Between two evaluations the loss is taken for a straight line. Synchronous systems without quantization have
-the losses of one of them: `bf16-zero3` stands for all with 16-bit parameters, `fp32-ddp` for DDP. ± is the standard
-error over the seeds.
+network. Between two evaluations the loss is taken for a straight line. Of trainings of several lengths, each with its
+own schedule of the learning rate, a system has the one that is fastest to the loss.
+
+Synchronous systems without quantization have the losses of one of them: `bf16-zero3` stands for all with 16-bit
+parameters, `fp32-ddp`, trained in float32, for those with float32 parameters, whose steps are timed under autocast.
+PowerSGD sends whole gradients, as `ddp`, in the first tenth of its training. ± is the standard error over the seeds.
 """
 
 from __future__ import annotations
@@ -16,23 +19,26 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
-from comparison.records import Run, Store
+from comparison.records import Run, Store, System
+from contenders.ddp import WHOLE_SHARE
 from side_by_side.records import Record
 
 RESULTS = Path(__file__).parent / "results"
-MODEL, STEPS, BATCH = "main", 500, "main"
+MODEL, BATCH = "main", "main"
 CURVES = {
     "ddp": "fp32-ddp",
     "ddp bf16 gradients": "fp32-ddp",
+    "zero redundancy": "fp32-ddp",
     "ddp powersgd 4": "ddp-powersgd-4",
     "ddp powersgd 16": "ddp-powersgd-16",
     "diloco x10": "diloco-10",
     "diloco x50": "diloco-50",
     **dict.fromkeys(
         (
-            "zero redundancy", "fsdp2 reshard=False", "fsdp2 reshard=True", "hsdp reshard=False", "hsdp reshard=True",
+            "fsdp2 reshard=False", "fsdp2 reshard=True", "hsdp reshard=False", "hsdp reshard=True",
             "deepspeed stage 1", "deepspeed stage 2", "deepspeed stage 3", "zero stage 1", "zero stage 2",
             "zero stage 3",
         ),
@@ -40,10 +46,12 @@ CURVES = {
     ),
     "zero++": "zeropp",
     "delta-hpz": "delta-hpz",
-    "delta-hpz exact": "delta-hpz-exact",
 }  # fmt: skip
 """The configuration of convergence.py whose losses a system of compare.py has."""
-HEADER = ["system", "losses of", "seeds", "steps", "ms a step", "seconds", "MB a node"]
+WHOLE = "ddp"
+"""What PowerSGD's first steps cost."""
+HEADER = ["system", "losses of", "of a training of", "seeds", "steps", "ms a step", "seconds", "MB a node"]
+NEVER = float("inf")
 
 
 def steps_to(record: Record, target: float) -> float | None:
@@ -59,28 +67,42 @@ def steps_to(record: Record, target: float) -> float | None:
 
 def rows_of(run: Run, records: list[Record], target: float) -> list[list[str]]:
     """A row for each system, the fastest to the loss first."""
-    found: list[tuple[float, list[str]]] = []
-    for name, system in run.systems.items():
-        of_seeds = [record for record in records if record.key.configuration == CURVES.get(name)]
-        if system.error or not system.seconds or not of_seeds:
-            why = system.error or ("no losses" if system.seconds else "not measured")
-            found.append((float("inf"), [name, CURVES.get(name, "-"), str(len(of_seeds)), why, "", "", ""]))
-            continue
-        # A step of what accumulates is several optimizer steps: DiLoCo's until its next exchange.
-        seconds = statistics.median(system.seconds) / system.accumulation
-        nbytes = statistics.median(system.wire_nbytes) / system.accumulation
+    found = [min(_candidates(name, run, records, target), key=lambda row: row[0]) for name in run.systems]
+    return [cells for _, cells in sorted(found, key=lambda row: row[0])]
+
+
+def _candidates(name: str, run: Run, records: list[Record], target: float) -> Iterator[tuple[float, list[str]]]:
+    """Seconds to the loss, and the row, of each length of training that the system has."""
+    system, curve = run.systems[name], CURVES.get(name, "-")
+    lengths = sorted({record.key.steps for record in records if record.key.configuration == curve})
+    if system.error or not system.seconds or not lengths:
+        why = system.error or ("no losses" if system.seconds else "not measured")
+        yield NEVER, [name, curve, "", "0", why, "", "", ""]
+        return
+    for length in lengths:
+        of_seeds = [record for record in records if (record.key.configuration, record.key.steps) == (curve, length)]
         steps = [steps_to(record, target) for record in of_seeds]
         reached = [step for step in steps if step is not None]
-        cells = [name, CURVES[name], str(len(steps))]
+        cells = [name, curve, str(length), str(len(steps))]
+        own = _cost_of_step(system)
         if len(reached) < len(steps):
             lowest = statistics.fmean(min(loss for _, loss in record.held_out_losses) for record in of_seeds)
-            cells += [f"not in {STEPS}: {lowest:.3f}", f"{1e3 * seconds:,.0f}", "", ""]
-            found.append((float("inf"), cells))
+            yield NEVER, [*cells, f"never: {lowest:.3f}", f"{1e3 * own[0]:,.0f}", "", ""]
             continue
-        cells += [_with_error(reached, 1.0, ".0f"), f"{1e3 * seconds:,.0f}"]
-        cells += [_with_error(reached, seconds, ",.0f"), _with_error(reached, nbytes / 1e6, ",.0f")]
-        found.append((statistics.fmean(reached) * seconds, cells))
-    return [cells for _, cells in sorted(found, key=lambda row: row[0])]
+        whole = WHOLE_SHARE * length if "powersgd" in name else 0.0
+        whole_cost = _cost_of_step(run.systems[WHOLE]) if whole else (0.0, 0.0)
+        of_seconds, of_bytes = (
+            [min(whole, step) * first + max(step - whole, 0) * later for step in reached]
+            for first, later in zip(whole_cost, own, strict=True)
+        )
+        cells += [_with_error(reached, ".0f"), f"{1e3 * own[0]:,.0f}", _with_error(of_seconds, ",.0f")]
+        yield statistics.fmean(of_seconds), [*cells, _with_error(of_bytes, ",.0f")]
+
+
+def _cost_of_step(system: System) -> tuple[float, float]:
+    """Seconds and MB of an optimizer step; a round of DiLoCo has several, until its next exchange."""
+    seconds, nbytes = statistics.median(system.seconds), statistics.median(system.wire_nbytes)
+    return seconds / system.accumulation, nbytes / 1e6 / system.accumulation
 
 
 def page(store: Store, records: list[Record], target: float) -> str:
@@ -91,13 +113,15 @@ def page(store: Store, records: list[Record], target: float) -> str:
     for key in store.values["runs"]:
         dtype, batch, network = key.split()
         if batch == BATCH:
+            for record in records:
+                if record.numel != store.run(key).numel:
+                    raise SystemExit(f"{record.key} has {record.numel:,} parameters, {key} {store.run(key).numel:,}")
             rows = [HEADER, ["---"] * len(HEADER), *rows_of(store.run(key), records, target)]
             lines += ["", f"## {network}, {dtype}", "", *("| " + " | ".join(row) + " |" for row in rows)]
     return "\n".join([*lines, ""])
 
 
-def _with_error(steps: list[float], factor: float, spec: str) -> str:
-    values = [factor * step for step in steps]
+def _with_error(values: list[float], spec: str) -> str:
     mean = f"{statistics.fmean(values):{spec}}"
     return mean if len(values) < 2 else f"{mean} ± {statistics.stdev(values) / len(values) ** 0.5:{spec}}"
 
@@ -113,7 +137,7 @@ def main() -> int:
     records = [
         record
         for record in Record.all_in(arguments.results)
-        if record.is_finished and (record.key.model, record.key.steps) == (MODEL, STEPS)
+        if record.is_finished and record.key.model == MODEL and record.key.outlier_at is None
     ]
     text = page(Store(arguments.compared), records, arguments.loss)
     arguments.output.write_text(text, encoding="utf-8")

@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from contenders.catalogue import INEXACT
 from matplotlib.figure import Figure
 from plot_style import label_curves, style_of
 
@@ -30,8 +31,9 @@ def rate_mbit(network: str) -> float | None:
 
 
 def fastest_of_kinds(rows: list[dict[str, Any]]) -> list[str]:
-    """Return the fastest system of each of :data:`KINDS`."""
-    of_kinds = [[row for row in rows if row["system"].startswith(kind) and "tokens_per_s" in row] for kind in KINDS]
+    """Return the fastest system of each of :data:`KINDS`; of those that train to the same loss."""
+    exact = [row for row in rows if "tokens_per_s" in row and row["system"] not in INEXACT]
+    of_kinds = [[row for row in exact if row["system"].startswith(kind)] for kind in KINDS]
     return [max(some, key=lambda row: row["tokens_per_s"])["system"] for some in of_kinds if some]
 
 

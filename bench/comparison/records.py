@@ -21,6 +21,8 @@ class System:
 
     seconds: list[float] = field(default_factory=list)
     """Time of an optimizer step on the slowest rank, the mean over the steps of a round."""
+    rounds: list[str] = field(default_factory=list)
+    """The round of each, by the second in which its ranks started, and its number; missing in older files."""
     wire_nbytes: list[float] = field(default_factory=list)
     """Bytes that a node sends in a step, by its interface's counter, the mean over the nodes."""
     cpu_seconds: list[float] = field(default_factory=list)
@@ -35,6 +37,11 @@ class System:
     """That of one process with the sequences of each batch in the opposite order."""
     accumulation: int = 1
     error: str = ""
+
+    @property
+    def numbered(self) -> list[str]:
+        """:attr:`rounds`; by the place in the list if the file has none, which is exact unless ranks were restarted."""
+        return self.rounds if len(self.rounds) == len(self.seconds) else [str(n) for n in range(len(self.seconds))]
 
 
 @dataclass

@@ -49,7 +49,9 @@ that a node's interface sent in a step (on loopback: all nodes'). M: bytes betwe
 model. RSS and model states: the largest over the ranks, each system in separate ranks. Distance: of the weights
 after the last step from those of one process with the batches of all ranks, over how far these have moved; of
 another order: of one process that has the sequences of each batch in the opposite order. CPU: of a step, all ranks'
-together; on so few cores no step is shorter than that over their number.
+together; on so few cores no step is shorter than that over their number. "Over computing alone or its bytes": the
+longer of the step of `alone` and of sending the system's own bytes at the rate, over its step. `alone` sends nothing,
+and updates all parameters on every rank, in 16 bits.
 
 Over gloo FSDP2's reduce-scatter is an all-reduce, which sends twice the bytes: over NCCL `fsdp2` would send a
 quarter (`reshard=True`) or a third (`reshard=False`) less. HSDP (`hsdp`: FSDP2 on a mesh of nodes x ranks) keeps
@@ -86,17 +88,17 @@ def rows_of(key: Key, runs: dict[Key, Run], memory: dict[str, dict[str, Any]]) -
         row |= {figure: getattr(system, figure) for figure in ("units", "distance", "order_distance")}
         best = best_peer(run, count)
         for column, peer in (("vs_fsdp2", PEERS.get(count)), ("vs_best", best)):
-            if peer is not None and (of_peer := run.systems.get(peer, System()).seconds):
-                row[column] = _median_ratio(of_peer, system.seconds)
-        of_best = [] if best in (None, name) else run.systems[best].seconds
-        if len(of_best) == len(system.seconds) >= FEWEST:
-            row["vs_best_interval"] = interval([a / b for a, b in zip(of_best, system.seconds, strict=True)])
+            if peer is not None and (of_peer := run.systems.get(peer, System())).seconds:
+                row[column] = _median_ratio(of_peer, system)
+        ratios = [] if best in (None, name) else _ratios(run.systems[best], system)
+        if len(ratios) >= FEWEST:
+            row["vs_best_interval"] = interval(ratios)
         fast = loopback.systems.get(name, System())
         if fast.seconds and loopback is not run:
             row["network_share"] = 1 - statistics.median(fast.seconds) / seconds
         alone = run.systems.get("alone" if count == 1 else f"alone x{count}", System())
         if alone.seconds:
-            row["compute_share"] = _median_ratio(alone.seconds, system.seconds)
+            row["compute_share"] = _median_ratio(alone, system)
         row |= {name: value for name, value in of_memory.get(name, {}).items() if name in ("peak_mib", "states_mib")}
     return rows
 
@@ -133,13 +135,19 @@ def rates(runs: dict[Key, Run], memory: dict[str, dict[str, Any]], dtype: str, b
         speeds = [format(row["tokens_per_s"], ",.0f") if "tokens_per_s" in row else "" for row in rows]
         states = next((format(row["states_mib"], ",.1f") for row in rows if "states_mib" in row), "")
         body.append([name, *speeds, states])
-    ours, alone = (name if count == 1 else f"{name} x{count}" for name in (FASTEST, "alone"))
+    suffixes = ["" if count == 1 else f" x{count}"] + [" muon"] * (count == 1)
+    suffix = next((one for one in suffixes if any(FASTEST + one in rows for rows in found.values())), suffixes[0])
+    ours, alone = FASTEST + suffix, "alone" + suffix
     of_ours = [found[network].get(ours, {}) for network in networks]
     best = [best_peer(runs[f"{dtype} {batch} {network}"], count) or "" for network in networks]
     ratios = [format(row["vs_best"], ".2f") if "vs_best" in row else "" for row in of_ours]
     shares = [_share_of_possible(found[network], ours, alone, network) for network in networks]
-    body += [["best peer", *best, ""], [f"{ours} over the best peer", *ratios, ""]]
-    body.append([f"{ours} over what bytes and computing allow", *shares, ""])
+    last = {
+        "best peer": best,
+        f"{ours} over the best peer": ratios,
+        f"{ours} over computing alone or its bytes": shares,
+    }
+    body += [[what, *texts, ""] for what, texts in last.items() if any(texts)]
     head = ["tokens/s", *networks, "model states, MiB"]
     return ["| " + " | ".join(line) + " |" for line in (head, ["---"] * len(head), *body)]
 
@@ -154,7 +162,7 @@ def _share_of_possible(rows: dict[str, dict[str, Any]], name: str, alone: str, n
 
 def _bits_per_s(network: str) -> float:
     """The rate of a network in the notation of tc; loopback has none."""
-    units = {"gbit": 1e9, "mbit": 1e6}
+    units = {"gbit": 1e9, "mbit": 1e6, "kbit": 1e3}
     found = [bits * float(network.removesuffix(unit)) for unit, bits in units.items() if network.endswith(unit)]
     return found[0] if found else math.inf
 
@@ -167,8 +175,8 @@ def markdown(runs: dict[Key, Run], memory: dict[str, dict[str, Any]], context: d
     for batch in dict.fromkeys(of_batches):
         if of_batches.count(batch) > 1:
             lines += [f"## {batch.replace(' ', ', ')}, by rate", ""]
-            counts = {system.accumulation for run in runs.values() for system in run.systems.values()}
-            for count in sorted(counts):
+            of_batch = [run for key, run in runs.items() if key.rsplit(maxsplit=1)[0] == batch]
+            for count in sorted({system.accumulation for run in of_batch for system in run.systems.values()}):
                 lines += [*rates(runs, memory, *batch.split(), count), ""]
     for key, run in runs.items():
         lines += [f"## {key.replace(' ', ', ')}", "", f"{run.numel:,} parameters, {run.tokens} tokens a batch.", ""]
@@ -199,7 +207,10 @@ def table(rows: Sequence[dict[str, Any]], titles: Sequence[str]) -> list[str]:
 
 def bases(run: Run, count: int) -> str:
     """Name the baselines of a table's ratios."""
+    is_inexact = all(name in INEXACT for name, system in run.systems.items() if system.accumulation == count)
     what = "One batch a step." if count == 1 else f"{count} batches a step, accumulated."
+    if is_inexact:
+        return f"{count} steps between two exchanges."
     best = best_peer(run, count)
     fsdp2 = next((name for name in (PEERS.get(count),) if name in run.systems), None)
     named = ["none" if name is None else f"`{name}`" for name in (fsdp2, best)]
@@ -226,11 +237,19 @@ def _remark(name: str, system: System, run: Run, dtype: str, step: str | None) -
     return f"loss {decimals}: {difference:+.5f} beside FSDP2's after step {step}"
 
 
-def _median_ratio(above: Sequence[float], below: Sequence[float]) -> float:
-    """The median of the rounds' ratios if both have the same rounds, else the ratio of the medians."""
-    if len(above) != len(below):
-        return statistics.median(above) / statistics.median(below)
-    return statistics.median(a / b for a, b in zip(above, below, strict=True))
+def _median_ratio(above: System, below: System) -> float:
+    """The median of the rounds' ratios; if no round has both, the ratio of the medians."""
+    return statistics.median(
+        _ratios(above, below) or [statistics.median(above.seconds) / statistics.median(below.seconds)]
+    )
+
+
+def _ratios(above: System, below: System) -> list[float]:
+    """The ratios of the rounds that both have."""
+    of_above = dict(zip(above.numbered, above.seconds, strict=True))
+    return [
+        of_above[number] / own for number, own in zip(below.numbered, below.seconds, strict=True) if number in of_above
+    ]
 
 
 def cells(row: dict[str, Any], titles: Sequence[str]) -> list[str]:

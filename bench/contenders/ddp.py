@@ -14,13 +14,13 @@ from torch.optim import AdamW
 
 from contenders.contender import Contender, ContenderSetup, torch_step
 
-__all__ = ["ONE_BUCKET", "build", "send_by_powersgd"]
+__all__ = ["ONE_BUCKET", "WHOLE_SHARE", "build", "send_by_powersgd"]
 
 ONE_BUCKET = 1 << 20
 """MiB of a bucket for PowerSGD: it starts exchanges in gloo's threads, and those of two buckets would mix."""
 
-FIRST_POWERSGD_STEP = 10
-"""Steps before this one send whole gradients; torch recommends some."""
+WHOLE_SHARE = 0.1
+"""Of a training, the steps that send whole gradients before PowerSGD starts, as torch recommends."""
 
 
 def build(
@@ -41,7 +41,7 @@ def build(
     if sends_bf16:
         model.register_comm_hook(None, _in_bf16)
     if powersgd_rank:
-        send_by_powersgd(model, powersgd_rank, first_step=2)  # the steps that are timed send factors
+        send_by_powersgd(model, powersgd_rank, first_step=2)  # after the warm-up and one timed step
     optimizer = AdamW(model.parameters(), lr=setup.learning_rate, fused=True)
     device = next(setup.model.parameters()).device
     autocast = torch.autocast(device.type, setup.dtype, enabled=setup.dtype != torch.float32)
@@ -56,10 +56,11 @@ def _in_bf16(state: object, bucket: GradBucket) -> Future[Tensor]:  # noqa: ARG0
     return reduced.then(lambda done: bucket.buffer().copy_(done.value()[0]))
 
 
-def send_by_powersgd(
-    model: DistributedDataParallel, rank: int, *, first_step: int = FIRST_POWERSGD_STEP
-) -> PowerSGDState:
-    """Let ``model`` send factors of its gradients, of rank ``rank``; what they lack is added to the next gradients."""
+def send_by_powersgd(model: DistributedDataParallel, rank: int, *, first_step: int) -> PowerSGDState:
+    """Let ``model`` send factors of its gradients, of rank ``rank``, from ``first_step`` on, which is at least 2.
+
+    What the factors lack is added to the next gradients.
+    """
     state = PowerSGDState(None, rank, first_step)
     model.register_comm_hook(state, powerSGD_hook)
     return state

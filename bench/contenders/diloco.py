@@ -38,7 +38,7 @@ class LocalSteps:
         shape = (dist.get_world_size() // local, local)
         mesh = init_device_mesh(next(model.parameters()).device.type, shape, mesh_dim_names=("nodes", "ranks"))
         nodes, ranks = mesh.get_group("nodes"), mesh.get_group("ranks")
-        self.wrapped = DistributedDataParallel(model, process_group=ranks)
+        self.wrapped = DistributedDataParallel(model, process_group=ranks, gradient_as_bucket_view=True)
         self.outer = SGD(model.parameters(), **OUTER)
         self._diloco = DiLoCo(_Manager(nodes, ranks), [model], inner, self.outer, every, use_bucketization=True)
         self._diloco.__enter__()

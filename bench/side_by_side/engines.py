@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
-from contenders.ddp import ONE_BUCKET, send_by_powersgd
+from contenders.ddp import ONE_BUCKET, WHOLE_SHARE, send_by_powersgd
 from contenders.diloco import LocalSteps
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -46,8 +46,8 @@ class Engine(Protocol):
     def master(self, param: nn.Parameter) -> Tensor:
         """Return the full master parameter, float32. Collective."""
 
-    def uncounted_inter_nbytes(self) -> int:
-        """Return the bytes between nodes that zcomm does not count, by formula: of a step, all ranks."""
+    def uncounted_inter_nbytes(self, step: int) -> int:
+        """Return the bytes between nodes that zcomm does not count, by formula: of step ``step`` from 0, all ranks."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's part of the training state."""
@@ -62,7 +62,9 @@ class Engine(Protocol):
 class _Ddp:
     """DistributedDataParallel and torch's AdamW; gradients whole or by PowerSGD; with DiLoCo over a node's ranks."""
 
-    def __init__(self, model: nn.Module, lr: float, topology: Topology, configuration: Configuration) -> None:
+    def __init__(
+        self, model: nn.Module, lr: float, topology: Topology, configuration: Configuration, steps: int
+    ) -> None:
         self.model, self._topology = model, topology
         self._optimizer = AdamW(model.parameters(), lr=lr, **ADAM)
         self._powersgd_rank, self._local_steps = configuration.powersgd_rank, configuration.local_steps
@@ -72,8 +74,9 @@ class _Ddp:
             self._wrapped = self._local.wrapped
         else:
             self._wrapped = DistributedDataParallel(model, bucket_cap_mb=ONE_BUCKET if self._powersgd_rank else None)
+        self._first_factors = max(2, round(WHOLE_SHARE * steps))
         if self._powersgd_rank:
-            self._powersgd = send_by_powersgd(self._wrapped, self._powersgd_rank)
+            self._powersgd = send_by_powersgd(self._wrapped, self._powersgd_rank, first_step=self._first_factors)
         self._schedule = _Schedule(self._optimizer)
         self.was_step_applied = True
 
@@ -97,17 +100,18 @@ class _Ddp:
     def master(self, param: nn.Parameter) -> Tensor:
         return param.detach()
 
-    def uncounted_inter_nbytes(self) -> int:
+    def uncounted_inter_nbytes(self, step: int) -> int:
         """A two-hop all-reduce: each gradient crosses the network once, or its factors, or a change of some steps."""
-        numel = sum(map(self._sent_numel, self.model.parameters()))
+        sends_factors = self._powersgd is not None and step >= self._first_factors
+        numel = sum(self._factors_numel(p) if sends_factors else p.numel() for p in self.model.parameters())
         nodes, per_node = self._topology.num_nodes, self._topology.ranks_per_node
         sent = volume.all_reduce_sent(numel, torch.float32, nodes, per_node, ("none", "none"))
         return sent.inter * self._topology.world_size // (self._local_steps or 1)
 
-    def _sent_numel(self, param: nn.Parameter) -> int:
+    def _factors_numel(self, param: nn.Parameter) -> int:
         rows, columns, rank = len(param), param.numel() // len(param), self._powersgd_rank
         factors = (rows + columns) * rank
-        return factors if rank and param.dim() > 1 and 2 * factors < param.numel() else param.numel()
+        return factors if 2 * factors < param.numel() else param.numel()
 
     def state_dict(self) -> dict[str, Any]:
         """Of DiLoCo after an exchange, when all nodes have the same parameters."""
@@ -126,6 +130,7 @@ class _Ddp:
             self._local.note_loaded()
         if self._powersgd is not None:
             self._powersgd.__setstate__(state["powersgd"])
+            self._powersgd.start_powerSGD_iter = self._powersgd.iter + 2  # until DDP has the order of its bucket again
 
     def close(self) -> None:
         if self._local is not None:
@@ -171,7 +176,7 @@ class _Zero:
         assert master is not None, "ZeroOptimizer manages every parameter of the model"
         return master
 
-    def uncounted_inter_nbytes(self) -> int:
+    def uncounted_inter_nbytes(self, step: int) -> int:  # noqa: ARG002  (the interface)
         return 0
 
     def state_dict(self) -> dict[str, Any]:
@@ -184,10 +189,13 @@ class _Zero:
         self._optimizer.close()
 
 
-def build_engine(configuration: Configuration, model: nn.Module, lr: float, topology: Topology) -> Engine:
-    """Make the engine of a configuration for ``model``. Collective; raises the library's error if it refuses."""
+def build_engine(configuration: Configuration, model: nn.Module, lr: float, topology: Topology, steps: int) -> Engine:
+    """Make the engine of a configuration for ``model`` and a training of ``steps``. Collective.
+
+    Raises the library's error if it refuses.
+    """
     if configuration.is_ddp:
-        return _Ddp(model, lr, topology, configuration)
+        return _Ddp(model, lr, topology, configuration, steps)
     return _Zero(model, lr, topology, configuration)
 
 

@@ -61,16 +61,19 @@ class Run:
         ):
             if rows % parts:
                 raise ValueError(f"{name} must be a multiple of ranks x micro-batches: {rows}, {parts}")
+        self._apart = self._configuration.local_steps or 1
+        if settings.eval_interval % self._apart:
+            raise ValueError(f"eval_interval must be a multiple of {self._apart}, where all nodes have one model")
         model = self._job.model(self._configuration.dtype, device, key.seed)
         record.numel = sum(param.numel() for param in model.parameters())
-        self._engine: Engine = build_engine(self._configuration, model, self._job.lr, topology)
-        record.is_counted = not self._engine.uncounted_inter_nbytes()
+        self._engine: Engine = build_engine(self._configuration, model, self._job.lr, topology, key.steps)
+        record.is_counted = not self._engine.uncounted_inter_nbytes(0)
         self._inter: list[int] = []
         """Bytes between nodes that this rank has sent in each step."""
         self._losses: list[Tensor] = []
         self._held_out = self._mine(self._job.held_out(text))
         steps = key.steps
-        self._sampled = {EARLY, LATE, steps // 2, steps}
+        self._sampled = {EARLY, LATE, steps // 2, steps} if self._apart == 1 else set()
         self._resume()
 
     def train(self, has_time: Callable[[], bool], on_step: Callable[[float], object]) -> bool:
@@ -161,7 +164,10 @@ class Run:
     def _count(self) -> None:
         """Sum the bytes over all ranks."""
         of_ranks = control.gather_float64(torch.tensor(self._inter, dtype=torch.float64), self._topology)
-        of_steps = [int(nbytes) + self._engine.uncounted_inter_nbytes() for nbytes in of_ranks.sum(0).tolist()]
+        of_steps = [
+            int(nbytes) + self._engine.uncounted_inter_nbytes(step)
+            for step, nbytes in enumerate(of_ranks.sum(0).tolist())
+        ]
         # After an evaluation the replicas of a node are up to date already, so that step sends less.
         evaluated = {step for step, _ in self.record.held_out_losses}
         undisturbed = [nbytes for step, nbytes in enumerate(of_steps) if step not in evaluated]

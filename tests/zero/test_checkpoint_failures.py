@@ -227,7 +227,7 @@ def _check_tags_of_ranks(rank: int, folder: Path, optimizer: zero.ZeroOptimizer)
     with watch.assertLogs("zero", "WARNING") if rank else watch.assertNoLogs("zero", "WARNING") as log:
         save(f"warn{rank}", "warn")
     assert log is None or log.output[0].endswith(
-        "saved as 'warn0', the first rank's tag, not as 'warn1', that of rank 1"
+        "will be saved as 'warn0', the first rank's tag, not as 'warn1', that of rank 1"
     )
     with watch.assertNoLogs("zero", "WARNING"):
         save(f"ignore{rank}", "ignore")

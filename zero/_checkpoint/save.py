@@ -215,7 +215,7 @@ def _compare_tags(own: str, first: str, tag_validation: str, ranks: Topology) ->
             f"every rank must save under the same tag: the first rank's is {first!r}, that of rank {ranks.rank} {own!r}"
             "; pass the same one everywhere, for example without the time"
         )
-    logger.warning("saved as %r, the first rank's tag, not as %r, that of rank %d", first, own, ranks.rank)
+    logger.warning("will be saved as %r, the first rank's tag, not as %r, that of rank %d", first, own, ranks.rank)
 
 
 def _check_same_step(optimizer: ZeroOptimizer, ranks: Topology) -> None:
