@@ -7,7 +7,7 @@
 What a run has learned after a step does not depend on the network. So the steps to the loss are taken from training
 runs, over their seeds; the time of a step and the bytes of a node's interface from interleaved steps on the emulated
 network. Between two evaluations the loss is taken for a straight line. Of trainings of several lengths, each with its
-own schedule of the learning rate, a system has the one that is fastest to the loss.
+own schedule of the learning rate, and DiLoCo's outer rates a system has the one that is fastest to the loss.
 
 Synchronous systems without quantization have the losses of one of them: `bf16-zero3` stands for all with 16-bit
 parameters, `fp32-ddp`, trained in float32, for those with float32 parameters, whose steps are timed under autocast.
@@ -72,18 +72,20 @@ def rows_of(run: Run, records: list[Record], target: float) -> list[list[str]]:
 
 
 def _candidates(name: str, run: Run, records: list[Record], target: float) -> Iterator[tuple[float, list[str]]]:
-    """Seconds to the loss, and the row, of each length of training that the system has."""
+    """Seconds to the loss, and the row, of each length of training that the system has, and each of DiLoCo's rates."""
     system, curve = run.systems[name], CURVES.get(name, "-")
-    lengths = sorted({record.key.steps for record in records if record.key.configuration == curve})
-    if system.error or not system.seconds or not lengths:
+    trainings: dict[tuple[str, int], list[Record]] = {}
+    for record in records:
+        if record.key.configuration.partition("-outer")[0] == curve:
+            trainings.setdefault((record.key.configuration, record.key.steps), []).append(record)
+    if system.error or not system.seconds or not trainings:
         why = system.error or ("no losses" if system.seconds else "not measured")
         yield NEVER, [name, curve, "", "0", why, "", "", ""]
         return
-    for length in lengths:
-        of_seeds = [record for record in records if (record.key.configuration, record.key.steps) == (curve, length)]
+    for (configuration, length), of_seeds in trainings.items():
         steps = [steps_to(record, target) for record in of_seeds]
         reached = [step for step in steps if step is not None]
-        cells = [name, curve, str(length), str(len(steps))]
+        cells = [name, configuration, str(length), str(len(steps))]
         own = _cost_of_step(system)
         if len(reached) < len(steps):
             lowest = statistics.fmean(min(loss for _, loss in record.held_out_losses) for record in of_seeds)

@@ -8,7 +8,7 @@ node DistributedDataParallel sums gradients in every step.
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -23,15 +23,15 @@ from contenders.contender import Contender, ContenderSetup
 if TYPE_CHECKING:
     from zcomm import Topology
 
-__all__ = ["OUTER", "LocalSteps", "build"]
-
-OUTER: dict[str, Any] = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
+__all__ = ["LocalSteps", "build"]
 
 
 class LocalSteps:
     """A model that every node trains by itself, with ``inner``, and that all have in common every ``every`` steps."""
 
-    def __init__(self, model: nn.Module, inner: Optimizer, topology: Topology | None, *, every: int) -> None:
+    def __init__(
+        self, model: nn.Module, inner: Optimizer, topology: Topology | None, *, every: int, outer_rate: float = 0.7
+    ) -> None:
         from torchft.local_sgd import DiLoCo
 
         local = topology.ranks_per_node if topology is not None else int(os.environ["LOCAL_WORLD_SIZE"])
@@ -39,7 +39,7 @@ class LocalSteps:
         mesh = init_device_mesh(next(model.parameters()).device.type, shape, mesh_dim_names=("nodes", "ranks"))
         nodes, ranks = mesh.get_group("nodes"), mesh.get_group("ranks")
         self.wrapped = DistributedDataParallel(model, process_group=ranks, gradient_as_bucket_view=True)
-        self.outer = SGD(model.parameters(), **OUTER)
+        self.outer = SGD(model.parameters(), lr=outer_rate, momentum=0.9, nesterov=True)
         self._diloco = DiLoCo(_Manager(nodes, ranks), [model], inner, self.outer, every, use_bucketization=True)
         self._diloco.__enter__()
 

@@ -35,6 +35,8 @@ class Configuration:
     """DDP sends factors of gradients, of this rank."""
     local_steps: int = 0
     """Nodes train apart, by DiLoCo, with an exchange after so many steps."""
+    outer_rate: float = 0.7
+    """DiLoCo's learning rate of what has changed between two exchanges."""
 
 
 def _recipe(name: str, description: str) -> Configuration:
@@ -68,8 +70,12 @@ CONFIGURATIONS = {
         for rank in (4, 16)
     },
     **{
-        f"diloco-{steps}": Configuration(f"DiLoCo, {steps} steps apart", torch.float32, is_ddp=True, local_steps=steps)
+        f"diloco-{steps}{'' if rate == 0.7 else f'-outer{rate}'}": Configuration(
+            f"DiLoCo, {steps} steps apart, outer rate {rate}", torch.float32, is_ddp=True, local_steps=steps,
+            outer_rate=rate,
+        )
         for steps in (10, 50)
+        for rate in (0.7, 0.4, 1.0)
     },
     "delta-hpz-muon": Configuration("delta-hpz, Muon for the hidden matrices", options=DELTA, has_muon=True),
     "delta-hpz-muon-int8": Configuration(

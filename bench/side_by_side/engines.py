@@ -70,7 +70,9 @@ class _Ddp:
         self._powersgd_rank, self._local_steps = configuration.powersgd_rank, configuration.local_steps
         self._local = self._powersgd = None
         if self._local_steps:
-            self._local = LocalSteps(model, self._optimizer, topology, every=self._local_steps)
+            self._local = LocalSteps(
+                model, self._optimizer, topology, every=self._local_steps, outer_rate=configuration.outer_rate
+            )
             self._wrapped = self._local.wrapped
         else:
             self._wrapped = DistributedDataParallel(model, bucket_cap_mb=ONE_BUCKET if self._powersgd_rank else None)

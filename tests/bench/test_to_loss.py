@@ -67,6 +67,7 @@ def test_seconds_and_bytes_by_hand_and_what_has_none(tmp_path: Path) -> None:
         _record("zeropp", [(0, 3.0), (100, 2.0)]), _record("zeropp", [(0, 3.0), (400, 1.0)], seed=2),
         _record("diloco-10", [(0, 3.0), (100, 2.5), (300, 1.5)]),
         _record("diloco-10", [(0, 3.0), (150, 2.0)], length=1000),
+        _record("diloco-10-outer0.4", [(0, 3.0), (140, 2.0)]), _record("diloco-50-outer0.4", [(0, 3.0), (9, 2.0)]),
         _record("bf16-zero3", [(0, 3.0), (100, 1.0)]),
         _record("ddp-powersgd-4", [(0, 3.0), (500, 2.25)]), _record("ddp-powersgd-4", [(0, 3.0), (500, 1.75)], seed=2),
         _record("ddp-powersgd-16", [(0, 3.0), (100, 2.0)]), _record("ddp-powersgd-16", [(0, 3.0), (20, 2.0)], seed=2),
@@ -75,7 +76,7 @@ def test_seconds_and_bytes_by_hand_and_what_has_none(tmp_path: Path) -> None:
         ["hsdp reshard=True", "bf16-zero3", "500", "1", "50", "1,500", "75", "50"],
         # 50 whole gradients and 50 factors, 20 whole gradients: 150 + 10 and 60 seconds, 400 + 100 and 160 MB
         ["ddp powersgd 16", "ddp-powersgd-16", "500", "2", "60 ± 40", "200", "110 ± 50", "330 ± 170"],
-        ["diloco x10", "diloco-10", "1000", "1", "150", "1,000", "150", "600"],
+        ["diloco x10", "diloco-10-outer0.4", "500", "1", "140", "1,000", "140", "560"],
         ["zero++", "zeropp", "500", "2", "150 ± 50", "2,000", "300 ± 100", "750 ± 250"],
         ["fsdp2 reshard=True", "bf16-zero3", "", "0", "RuntimeError: gone", "", "", ""],
         ["ddp powersgd 4", "ddp-powersgd-4", "500", "2", "never: 2.000", "100", "", ""],
