@@ -10,7 +10,7 @@ from torch.optim import AdamW
 from contenders.contender import Contender, ContenderSetup, torch_step
 from contenders.muon import optimizers
 from zcomm import Topology
-from zero import ZeroOptimizer
+from zero import Muon, ZeroOptimizer
 from zero.utils import safe_get_full_fp32_param
 
 __all__ = ["build"]
@@ -29,7 +29,7 @@ def build(
     """Shard the model at ``stage``; ``stays_in_node`` adds a secondary partition in each node (hpZ).
 
     ``offload`` is where parameters and states are stored: "cpu", or "nvme" for files in the setup's folder.
-    ``has_muon``: Muon updates the matrices of blocks.
+    ``has_muon``: this library's Muon updates the matrices of blocks, with the bits of torch's.
     """
     model = setup.model.to(setup.dtype)
     if stays_in_node:
@@ -40,7 +40,7 @@ def build(
         options |= {"offload_optimizer": place, "offload_param": params}
     inner: Any = AdamW
     if has_muon:
-        inner = optimizers(model, setup.learning_rate, fused=True)
+        inner = optimizers(model, setup.learning_rate, Muon, fused=True)
     else:
         options |= {"lr": setup.learning_rate, "fused": True}
     optimizer = ZeroOptimizer(
