@@ -89,6 +89,8 @@ def _losses(file: str) -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
+    "users": lambda: _rates("compare_users", "users", 1),
+    "users x4": lambda: _rates("compare_users", "users", 4),
     "network": lambda: _compared("compare_13m", "bfloat16 network 200mbit", 1, NETWORK_COLUMNS),
     "network x4": lambda: _compared("compare_13m", "bfloat16 network 200mbit", 4, NETWORK_COLUMNS),
     "compute": lambda: _compared("compare_compute", "bfloat16 compute loopback", 1, COMPUTE_COLUMNS),

@@ -43,7 +43,8 @@ COLUMNS = {
 OPTIONAL = ("distance", "of another order", CPU, INTERVAL)
 """Titles that are left out of a table without these figures."""
 NOTES = """\
-Medians over rounds; the systems run interleaved, in another order each round. Network's share: 1 - step on
+Medians over rounds; the systems run interleaved, in another order each round. A step ends when all that it sends has
+arrived, also what a next step would hide. Network's share: 1 - step on
 loopback / step here. Computation's share: step of the same ranks without communication / step here. Wire: bytes
 that a node's interface sent in a step (on loopback: all nodes'). M: bytes between nodes in units of the bfloat16
 model. RSS and model states: the largest over the ranks, each system in separate ranks. Distance: of the weights

@@ -45,6 +45,8 @@ class Contender:
     close: Callable[[], object] = lambda: None
     weights: Callable[[], Iterable[Tensor]] | None = None
     """The full float32 weights in the order of the model's parameters, the same on every rank. Collective."""
+    settle: Callable[[], object] = lambda: None
+    """Wait for what the last step has begun to send: a next step would hide some of it, and the clock must not."""
     num_steps: int = 0
     loss: float = float("nan")
 

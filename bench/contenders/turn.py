@@ -20,6 +20,7 @@ def take_steps(arguments: argparse.Namespace, contender: Contender, topology: To
         number, count = contender.num_steps, contender.accumulation
         loss = contender.step(*batch(arguments, number, topology.rank, device, num_batches=count))
         contender.num_steps += 1
+    contender.settle()
     mean = loss.float().reshape(1)
     zcomm.all_reduce(mean, "avg", group=topology)  # waits for all ranks: the time is that of the slowest
     contender.loss = mean.item()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -47,7 +48,13 @@ def build(
         model, inner, topology=setup.topology, stage=stage, gradient_accumulation_steps=accumulation, **options
     )
     step = torch_step(model, optimizer, accumulation=accumulation)
-    return Contender(step, accumulation, optimizer.close, lambda: map(_master, model.parameters()))
+    settle = partial(_wait_for_replicas, optimizer)
+    return Contender(step, accumulation, optimizer.close, lambda: map(_master, model.parameters()), settle)
+
+
+def _wait_for_replicas(optimizer: ZeroOptimizer) -> None:
+    for replica in optimizer.parts.runtime.gatherer.replicas.values():
+        replica.wait()
 
 
 def _master(param: nn.Parameter) -> Tensor:
