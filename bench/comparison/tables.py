@@ -43,8 +43,7 @@ COLUMNS = {
 OPTIONAL = ("distance", "of another order", CPU, INTERVAL)
 """Titles that are left out of a table without these figures."""
 NOTES = """\
-Medians over rounds; the systems run interleaved, in another order each round. A step ends when all that it sends has
-arrived, also what a next step would hide. Network's share: 1 - step on
+Medians over rounds; the systems run interleaved, in another order each round. Network's share: 1 - step on
 loopback / step here. Computation's share: step of the same ranks without communication / step here. Wire: bytes
 that a node's interface sent in a step (on loopback: all nodes'). M: bytes between nodes in units of the bfloat16
 model. RSS and model states: the largest over the ranks, each system in separate ranks. Distance: of the weights
@@ -60,6 +59,9 @@ a copy of the model in each node; between nodes it all-reduces gradients, over N
 
 The interval is that of "against the best peer", the median of the rounds' ratios, by order statistics.
 """
+SETTLED = "A step ends when all that it sends has arrived, also what the next step would hide."
+UNSETTLED = "What `delta-hpz` sends after a step is not in its time: the next step's forward would hide it, or a part."
+"""Of files without the commits of their rounds."""
 
 Key = str
 """Precision, batch and network of a run, separated by blanks."""
@@ -171,7 +173,7 @@ def _bits_per_s(network: str) -> float:
 def markdown(runs: dict[Key, Run], memory: dict[str, dict[str, Any]], context: dict[str, Any]) -> str:
     """Return the report."""
     lines = ["# The same training under each system", "", *(f"{name}: {text}  " for name, text in context.items()), ""]
-    lines += [*NOTES.splitlines(), ""]
+    lines += [*NOTES.splitlines(), "", SETTLED if "commits" in context else UNSETTLED, ""]
     of_batches = [key.rsplit(maxsplit=1)[0] for key in runs]
     for batch in dict.fromkeys(of_batches):
         if of_batches.count(batch) > 1:
