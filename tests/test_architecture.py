@@ -52,6 +52,7 @@ MORE_PARAMETERS = {
 }  # fmt: skip
 # optional libraries
 MAY_IMPORT_LATE = {
+    "bench/contenders/diloco.py",
     "zcomm/install/fsdp2_units.py",
     "zcomm/_kernels/kernels.py",
     "zcomm/_kernels/native_calls.py",

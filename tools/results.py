@@ -130,7 +130,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="write nothing")
     is_check, status = parser.parse_args().check, 0
     for path, text in expected().items():
-        if path.read_text() != text:
+        if not path.exists() or path.read_text() != text:
             print(f"{'would write' if is_check else 'wrote'} {path.relative_to(ROOT)}")
             status = int(is_check)
             if not is_check:
