@@ -44,7 +44,7 @@ CONFIGURATIONS = {
     "delta-hpz-x4": "the batch in four parts",
     "bf16-zero3-muon": "Muon for the matrices",
     "delta-hpz-muon": "Muon for the matrices",
-    "delta-hpz-muon-int8": "the same, gradients in 8 bits",
+    "delta-hpz-muon-int8": "the same, with wider gradients",
 }
 STUDENT_T = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
 """The two-sided 95 % quantile, by the number of seeds."""
