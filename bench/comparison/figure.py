@@ -14,20 +14,13 @@ from matplotlib.figure import Figure
 from plot_style import label_curves, style_of
 
 from comparison.records import Run
-from comparison.tables import LOOPBACK, Key, rows_of
+from comparison.tables import Key, rate_mbit, rows_of
 
 __all__ = ["draw", "figure_of"]
 
-UNITS = {"kbit": 1e-3, "mbit": 1.0, "gbit": 1e3}
 PANEL_INCHES = (6.5, 4.2)
 KINDS = ("ddp", "fsdp2", "hsdp", "deepspeed", "zero++", "delta-hpz")
 """What the systems' names begin with."""
-
-
-def rate_mbit(network: str) -> float | None:
-    """Parse a rate in the notation of tc, ``200mbit``; None for loopback, which has no rate."""
-    unit = next((unit for unit in UNITS if network.endswith(unit)), None)
-    return None if network == LOOPBACK or unit is None else float(network.removesuffix(unit)) * UNITS[unit]
 
 
 def fastest_of_kinds(rows: list[dict[str, Any]]) -> list[str]:
@@ -40,7 +33,7 @@ def fastest_of_kinds(rows: list[dict[str, Any]]) -> list[str]:
 def figure_of(runs: dict[Key, Run]) -> Figure:
     """Make a panel for each precision, batch and number of micro-batches; loopback is right of the fastest rate."""
     panels: dict[tuple[str, int], dict[str, list[dict[str, Any]]]] = {}
-    for key in sorted(runs, key=lambda key: rate_mbit(key.rpartition(" ")[2]) or float("inf")):
+    for key in sorted(runs, key=lambda key: rate_mbit(key.rpartition(" ")[2])):
         name, _, network = key.rpartition(" ")
         for row in rows_of(key, runs, {}):
             panels.setdefault((name, row["accumulation"]), {}).setdefault(network, []).append(row)

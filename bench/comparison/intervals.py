@@ -9,7 +9,7 @@ __all__ = ["CONFIDENCE", "FEWEST", "interval"]
 
 CONFIDENCE = 0.95
 FEWEST = 6
-"""Values for which there is such an interval: the median lies outside of fewer with a higher probability."""
+"""The fewest values that have such an interval at this confidence."""
 
 
 def interval(values: Sequence[float], confidence: float = CONFIDENCE) -> tuple[float, float]:
@@ -17,9 +17,8 @@ def interval(values: Sequence[float], confidence: float = CONFIDENCE) -> tuple[f
     ordered, count = sorted(values), len(values)
     below, outside = 0, 0.0
     while below < count // 2:
-        outside += (
-            2 * math.comb(count, below) / 2**count
-        )  # probability that at most ``below`` values lie on one side of the median
+        # The probability that exactly ``below`` values lie on one side of the median.
+        outside += 2 * math.comb(count, below) / 2**count
         if outside > 1 - confidence:
             break
         below += 1

@@ -15,15 +15,20 @@ from contenders.catalogue import ENTRIES, INEXACT
 from comparison.intervals import CONFIDENCE, FEWEST, interval
 from comparison.records import Run, System
 
-__all__ = ["PEERS", "Key", "bases", "best_peer", "cells", "markdown", "of_accumulation", "rates", "rows_of", "table"]
+__all__ = [
+    "PEERS", "Key", "bases", "best_peer", "cells", "markdown", "of_accumulation", "rate_mbit", "rates",
+    "rows_of", "table",
+]  # fmt: skip
 
 PEERS = {1: "fsdp2 reshard=True", 4: "fsdp2 reshard=False x4"}
 """The FSDP2 baseline by the number of micro-batches in a step. With four, keeping full parameters is fastest."""
 OURS = ("zero_optimizer", "alone")
 """Modules of contenders that are no peers: this library, and training without communication."""
 LOOPBACK = "loopback"
+UNITS = {"kbit": 1e-3, "mbit": 1.0, "gbit": 1e3}
+"""Mbit/s of the units of tc."""
 FASTEST = "delta-hpz"
-"""This library's system of which :func:`rates` says what the network would allow."""
+"""This library's system that :func:`rates` compares with the best peer."""
 LOSS_TOLERANCE = {"float32": 5e-5, "bfloat16": 5e-2}
 """Absolute difference to :data:`PEERS` after the same steps: four decimals; in 16 bits a loss far from right."""
 SPREAD, INTERVAL = "lowest to highest", f"{CONFIDENCE:.0%} interval"
@@ -48,10 +53,10 @@ loopback / step here. Computation's share: step of the same ranks without commun
 that a node's interface sent in a step (on loopback: all nodes'). M: bytes between nodes in units of the bfloat16
 model. RSS and model states: the largest over the ranks, each system in separate ranks. Distance: of the weights
 after the last step from those of one process with the batches of all ranks, over how far these have moved; of
-another order: of one process that has the sequences of each batch in the opposite order. CPU: of a step, all ranks'
-together; on so few cores no step is shorter than that over their number. "Over computing alone or its bytes": the
-longer of the step of `alone` and of sending the system's own bytes at the rate, over its step. `alone` sends nothing,
-and updates all parameters on every rank, in 16 bits.
+another order: of one process that has the sequences of each batch in the opposite order. CPU: processor time of a
+step, of all ranks together; no step is shorter than that divided by the number of cores. "Over computing alone or its
+bytes": the longer of the step of `alone` and of sending the system's own bytes at the rate, over its step. `alone`
+sends nothing, and updates all parameters on every rank, in 16 bits.
 
 Over gloo FSDP2's reduce-scatter is an all-reduce, which sends twice the bytes: over NCCL `fsdp2` would send a
 quarter (`reshard=True`) or a third (`reshard=False`) less. HSDP (`hsdp`: FSDP2 on a mesh of nodes x ranks) keeps
@@ -60,7 +65,9 @@ a copy of the model in each node; between nodes it all-reduces gradients, over N
 The interval is that of "against the best peer", the median of the rounds' ratios, by order statistics.
 """
 SETTLED = "A step ends when all that it sends has arrived, also what the next step would hide."
-UNSETTLED = "What `delta-hpz` sends after a step is not in its time: the next step's forward would hide it, or a part."
+UNSETTLED = (
+    "What `delta-hpz` sends after a step is not in its time: the next step's forward would hide all or part of it."
+)
 """Of files without the commits of their rounds."""
 
 Key = str
@@ -124,14 +131,14 @@ def of_accumulation(rows: Sequence[dict[str, Any]]) -> dict[int, list[dict[str, 
 
 
 def rates(runs: dict[Key, Run], memory: dict[str, dict[str, Any]], dtype: str, batch: str, count: int) -> list[str]:
-    """Return the lines of a table of tokens/s at every rate, and of what :data:`FASTEST` could reach."""
+    """Return the lines of a table of tokens/s at every rate, with :data:`FASTEST` beside the best peer."""
     found = {
         network: {row["system"]: row for row in of_accumulation(rows_of(key, runs, memory)).get(count, [])}
         for key in runs
         for *of_key, network in [key.split()]
         if of_key == [dtype, batch]
     }
-    networks = sorted((network for network in found if found[network]), key=_bits_per_s, reverse=True)
+    networks = sorted((network for network in found if found[network]), key=rate_mbit, reverse=True)
     body = []
     for name in dict.fromkeys(name for network in networks for name in found[network]):
         rows = [found[network].get(name, {}) for network in networks]
@@ -144,7 +151,7 @@ def rates(runs: dict[Key, Run], memory: dict[str, dict[str, Any]], dtype: str, b
     of_ours = [found[network].get(ours, {}) for network in networks]
     best = [best_peer(runs[f"{dtype} {batch} {network}"], count) or "" for network in networks]
     ratios = [format(row["vs_best"], ".2f") if "vs_best" in row else "" for row in of_ours]
-    shares = [_share_of_possible(found[network], ours, alone, network) for network in networks]
+    shares = [_over_alone_or_bytes(found[network], ours, alone, network) for network in networks]
     last = {
         "best peer": best,
         f"{ours} over the best peer": ratios,
@@ -155,18 +162,17 @@ def rates(runs: dict[Key, Run], memory: dict[str, dict[str, Any]], dtype: str, b
     return ["| " + " | ".join(line) + " |" for line in (head, ["---"] * len(head), *body)]
 
 
-def _share_of_possible(rows: dict[str, dict[str, Any]], name: str, alone: str, network: str) -> str:
+def _over_alone_or_bytes(rows: dict[str, dict[str, Any]], name: str, alone: str, network: str) -> str:
     """The longer of computing alone and sending the bytes of ``name``, over its step."""
     if "step_ms" not in rows.get(name, {}) or "step_ms" not in rows.get(alone, {}):
         return ""
-    sending_ms = 8e9 * rows[name]["wire_mb"] / _bits_per_s(network)
+    sending_ms = 8e3 * rows[name]["wire_mb"] / rate_mbit(network)
     return format(max(rows[alone]["step_ms"], sending_ms) / rows[name]["step_ms"], ".2f")
 
 
-def _bits_per_s(network: str) -> float:
-    """The rate of a network in the notation of tc; loopback has none."""
-    units = {"gbit": 1e9, "mbit": 1e6, "kbit": 1e3}
-    found = [bits * float(network.removesuffix(unit)) for unit, bits in units.items() if network.endswith(unit)]
+def rate_mbit(network: str) -> float:
+    """Mbit/s of a network in the notation of tc, ``200mbit``; infinity for loopback, which has no rate."""
+    found = [rate * float(network.removesuffix(unit)) for unit, rate in UNITS.items() if network.endswith(unit)]
     return found[0] if found else math.inf
 
 

@@ -23,14 +23,23 @@ from contenders.contender import Contender, ContenderSetup
 if TYPE_CHECKING:
     from zcomm import Topology
 
-__all__ = ["LocalSteps", "build"]
+__all__ = ["OUTER_RATE", "LocalSteps", "build"]
+
+OUTER_RATE = 0.7
+"""The paper's learning rate of what has changed between two exchanges."""
 
 
 class LocalSteps:
     """A model that every node trains by itself, with ``inner``, and that all have in common every ``every`` steps."""
 
     def __init__(
-        self, model: nn.Module, inner: Optimizer, topology: Topology | None, *, every: int, outer_rate: float = 0.7
+        self,
+        model: nn.Module,
+        inner: Optimizer,
+        topology: Topology | None,
+        *,
+        every: int,
+        outer_rate: float = OUTER_RATE,
     ) -> None:
         from torchft.local_sgd import DiLoCo
 

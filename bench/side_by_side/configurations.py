@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from contenders.diloco import OUTER_RATE
 
 from zcomm import RECIPES
 
@@ -35,7 +36,7 @@ class Configuration:
     """DDP sends factors of gradients, of this rank."""
     local_steps: int = 0
     """Nodes train apart, by DiLoCo, with an exchange after so many steps."""
-    outer_rate: float = 0.7
+    outer_rate: float = OUTER_RATE
     """DiLoCo's learning rate of what has changed between two exchanges."""
 
 
@@ -65,17 +66,17 @@ CONFIGURATIONS = {
     "delta-hpz-exact": Configuration("replicas with the bits of the masters", options=DELTA | {"changes": "exact"}),
     **{
         f"ddp-powersgd-{rank}": Configuration(
-            f"DDP, gradients by PowerSGD of rank {rank}", torch.float32, is_ddp=True, powersgd_rank=rank
+            f"DDP, gradients by PowerSGD of rank {rank}", torch.float32, powersgd_rank=rank
         )
         for rank in (4, 16)
     },
     **{
-        f"diloco-{steps}{'' if rate == 0.7 else f'-outer{rate}'}": Configuration(
-            f"DiLoCo, {steps} steps apart, outer rate {rate}", torch.float32, is_ddp=True, local_steps=steps,
+        f"diloco-{steps}{'' if rate == OUTER_RATE else f'-outer{rate}'}": Configuration(
+            f"DiLoCo, {steps} steps apart, outer rate {rate}", torch.float32, local_steps=steps,
             outer_rate=rate,
         )
         for steps in (10, 50)
-        for rate in (0.7, 0.4, 1.0)
+        for rate in (OUTER_RATE, 0.4, 1.0)
     },
     "delta-hpz-muon": Configuration("delta-hpz, Muon for the hidden matrices", options=DELTA, has_muon=True),
     "delta-hpz-muon-int8": Configuration(

@@ -60,27 +60,17 @@ class Engine(Protocol):
 
 
 class _Ddp:
-    """DistributedDataParallel and torch's AdamW; gradients whole or by PowerSGD; with DiLoCo over a node's ranks."""
+    """DistributedDataParallel and torch's AdamW."""
 
-    def __init__(
-        self, model: nn.Module, lr: float, topology: Topology, configuration: Configuration, steps: int
-    ) -> None:
+    def __init__(self, model: nn.Module, lr: float, topology: Topology) -> None:
         self.model, self._topology = model, topology
         self._optimizer = AdamW(model.parameters(), lr=lr, **ADAM)
-        self._powersgd_rank, self._local_steps = configuration.powersgd_rank, configuration.local_steps
-        self._local = self._powersgd = None
-        if self._local_steps:
-            self._local = LocalSteps(
-                model, self._optimizer, topology, every=self._local_steps, outer_rate=configuration.outer_rate
-            )
-            self._wrapped = self._local.wrapped
-        else:
-            self._wrapped = DistributedDataParallel(model, bucket_cap_mb=ONE_BUCKET if self._powersgd_rank else None)
-        self._first_factors = max(2, round(WHOLE_SHARE * steps))
-        if self._powersgd_rank:
-            self._powersgd = send_by_powersgd(self._wrapped, self._powersgd_rank, first_step=self._first_factors)
+        self._wrapped = self._wrap()
         self._schedule = _Schedule(self._optimizer)
         self.was_step_applied = True
+
+    def _wrap(self) -> DistributedDataParallel:
+        return DistributedDataParallel(self.model)
 
     def loss(self, tokens: Tensor, targets: Tensor, *, is_last: bool) -> Tensor:
         self._wrapped.require_backward_grad_sync = is_last
@@ -103,40 +93,79 @@ class _Ddp:
         return param.detach()
 
     def uncounted_inter_nbytes(self, step: int) -> int:
-        """A two-hop all-reduce: each gradient crosses the network once, or its factors, or a change of some steps."""
-        sends_factors = self._powersgd is not None and step >= self._first_factors
-        numel = sum(self._factors_numel(p) if sends_factors else p.numel() for p in self.model.parameters())
+        """A two-hop all-reduce: each element crosses the network once."""
+        numel = sum(self._numel_sent(param, step) for param in self.model.parameters())
         nodes, per_node = self._topology.num_nodes, self._topology.ranks_per_node
         sent = volume.all_reduce_sent(numel, torch.float32, nodes, per_node, ("none", "none"))
-        return sent.inter * self._topology.world_size // (self._local_steps or 1)
+        return sent.inter * self._topology.world_size
 
-    def _factors_numel(self, param: nn.Parameter) -> int:
-        rows, columns, rank = len(param), param.numel() // len(param), self._powersgd_rank
-        factors = (rows + columns) * rank
-        return factors if 2 * factors < param.numel() else param.numel()
+    def _numel_sent(self, param: nn.Parameter, step: int) -> int:  # noqa: ARG002  (of some engines it depends on both)
+        return param.numel()
 
     def state_dict(self) -> dict[str, Any]:
-        """Of DiLoCo after an exchange, when all nodes have the same parameters."""
-        state = {"model": self.model.state_dict(), "optimizer": self._optimizer.state_dict()}
-        if self._local is not None:
-            state["outer"] = self._local.outer.state_dict()
-        if self._powersgd is not None:
-            state["powersgd"] = self._powersgd.__getstate__()
-        return state
+        return {"model": self.model.state_dict(), "optimizer": self._optimizer.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.model.load_state_dict(state["model"])
         self._optimizer.load_state_dict(state["optimizer"])
-        if self._local is not None:
-            self._local.outer.load_state_dict(state["outer"])
-            self._local.note_loaded()
-        if self._powersgd is not None:
-            self._powersgd.__setstate__(state["powersgd"])
-            self._powersgd.start_powerSGD_iter = self._powersgd.iter + 2  # until DDP has the order of its bucket again
 
     def close(self) -> None:
-        if self._local is not None:
-            self._local.close()
+        pass
+
+
+class _PowerSgd(_Ddp):
+    """DDP that sends factors of gradients, of one rank, after a first part of the training."""
+
+    def __init__(self, model: nn.Module, lr: float, topology: Topology, rank: int, steps: int) -> None:
+        self._rank, self._first_step = rank, max(2, round(WHOLE_SHARE * steps))
+        super().__init__(model, lr, topology)
+        self._factors = send_by_powersgd(self._wrapped, rank, first_step=self._first_step)
+
+    def _wrap(self) -> DistributedDataParallel:
+        return DistributedDataParallel(self.model, bucket_cap_mb=ONE_BUCKET)
+
+    def _numel_sent(self, param: nn.Parameter, step: int) -> int:
+        rows, columns = len(param), param.numel() // len(param)
+        factors = (rows + columns) * self._rank
+        return factors if step >= self._first_step and 2 * factors < param.numel() else param.numel()
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"factors": self._factors.__getstate__()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._factors.__setstate__(state["factors"])
+        # DDP orders its bucket anew after the first backward: the errors that are kept have the order after that.
+        self._factors.start_powerSGD_iter = self._factors.iter + 2
+
+
+class _DiLoCo(_Ddp):
+    """Nodes that train apart, each by DDP, and exchange what has changed every ``every`` steps."""
+
+    def __init__(self, model: nn.Module, lr: float, topology: Topology, every: int, outer_rate: float) -> None:
+        self._every, self._outer_rate = every, outer_rate
+        super().__init__(model, lr, topology)
+
+    def _wrap(self) -> DistributedDataParallel:
+        options = {"every": self._every, "outer_rate": self._outer_rate}
+        self._local = LocalSteps(self.model, self._optimizer, self._topology, **options)
+        return self._local.wrapped
+
+    def uncounted_inter_nbytes(self, step: int) -> int:
+        """Of a mean step."""
+        return super().uncounted_inter_nbytes(step) // self._every
+
+    def state_dict(self) -> dict[str, Any]:
+        """After an exchange, when all nodes have the same parameters."""
+        return super().state_dict() | {"outer": self._local.outer.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._local.outer.load_state_dict(state["outer"])
+        self._local.note_loaded()
+
+    def close(self) -> None:
+        self._local.close()
 
 
 class _Zero:
@@ -196,8 +225,12 @@ def build_engine(configuration: Configuration, model: nn.Module, lr: float, topo
 
     Raises the library's error if it refuses.
     """
+    if configuration.powersgd_rank:
+        return _PowerSgd(model, lr, topology, configuration.powersgd_rank, steps)
+    if configuration.local_steps:
+        return _DiLoCo(model, lr, topology, configuration.local_steps, configuration.outer_rate)
     if configuration.is_ddp:
-        return _Ddp(model, lr, topology, configuration, steps)
+        return _Ddp(model, lr, topology)
     return _Zero(model, lr, topology, configuration)
 
 

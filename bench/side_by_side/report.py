@@ -74,6 +74,12 @@ class Row:
         num_seeds = "one seed" if len(found) == 1 else f"{len(found)} seeds"
         return f"{_mean_and_error(found, '+.4f')} ({num_seeds})" if found else "-"
 
+    def _weight_cells(self, errors: Sequence[list[tuple[int, dict[str, float]]]]) -> list[str]:
+        """The weight errors at the first sample and at the end, the rounding at the end, and the drift."""
+        parts = ((0, "weights"), (-1, "weights"), (-1, "rounding"))
+        means = (statistics.fmean(of[place][1][part] for of in errors) for place, part in parts)
+        return [*(f"{mean:.5f}" for mean in means), f"{self.drift:.2f}"]
+
     def cells(self, baseline: Row) -> list[str]:
         """The cells of :data:`HEADER`."""
         if not self.finished:
@@ -87,10 +93,7 @@ class Row:
             self._difference(baseline),
             f"{self.inter_units:.3f}" + ("" if self.finished[0].is_counted else " (formula)"),
             f"{statistics.fmean(errors):.4f}" if errors else "-",
-            f"{statistics.fmean(of[0][1]['weights'] for of in weights):.5f}",
-            f"{statistics.fmean(of[-1][1]['weights'] for of in weights):.5f}",
-            f"{statistics.fmean(of[-1][1]['rounding'] for of in weights):.5f}",
-            f"{self.drift:.2f}",
+            *(self._weight_cells(weights) if all(weights) else ["-"] * 4),  # nodes that train apart are not sampled
             f"{1e3 * statistics.fmean(record.seconds / record.steps_done for record in self.finished):.0f}",
         ]
 

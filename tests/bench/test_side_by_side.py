@@ -52,6 +52,16 @@ def test_differences_are_between_runs_of_the_same_seed(parts: Any) -> None:
     assert list(rows)[2:] == ["bf16-zero3", "zeropp", "accurate", "delta-hpz"]
 
 
+def test_muon_has_a_baseline_of_its_own_and_nodes_apart_have_no_errors(parts: Any) -> None:
+    losses = {"bf16-zero3": 2.0, "bf16-zero3-muon": 1.0, "delta-hpz-muon": 1.25, "diloco-10": 2.5}
+    records = [_finished(parts, name, 1, loss) for name, loss in losses.items()]
+    records[-1].weight_errors, records[-1].gradient_errors = [], []
+    text = parts.report.table(parts.report.rows_of(records))
+    rows = {line.split("|")[1].strip(): [c.strip() for c in line.split("|")[2:-1]] for line in text.splitlines()}
+    assert [rows[name][2] for name in losses] == ["baseline", "baseline", "+0.2500 (one seed)", "+0.5000 (one seed)"]
+    assert rows["diloco-10"][4:] == ["-", "-", "-", "-", "-", "50"]
+
+
 def test_records_are_the_same_from_their_files_and_failures_are_not_finished(parts: Any, tmp_path: Path) -> None:
     record = _finished(parts, "zeropp", 2, 1.5)
     record.write(tmp_path)

@@ -156,8 +156,8 @@ def save_checkpoint(
         exclude_frozen_parameters: Leave out frozen parameters; loading then keeps those of the model.
         async_op: Return once everything is copied to host memory; a thread writes. The next save waits for it.
             No effect for states on NVMe: host memory may be too small for a copy.
-        tag_validation: If a rank gives another ``tag``, as one made of the time: ``"warn"`` on that rank, and save
-            under the first rank's; ``"ignore"``: save so and say nothing; ``"fail"``: a CheckpointError.
+        tag_validation: If a rank gives another ``tag``, such as one made from the time: ``"warn"`` on that rank, and
+            save under the first rank's tag; ``"ignore"``: do so silently; ``"fail"``: raise a CheckpointError.
 
     Raises:
         CheckpointError: A value cannot be stored (the message gives its path); an earlier asynchronous save failed; the
