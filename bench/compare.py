@@ -2,13 +2,15 @@
 
     python bench/compare.py                                      loopback, 1 Gbit/s, 200 Mbit/s; needs root
     python bench/compare.py --networks loopback                  without root
+    python bench/compare.py --networks loopback --nodes 1 --ranks-per-node 4       one machine, as torchrun starts it
     python bench/compare.py --batch network --dtype bfloat16 --networks loopback 2gbit 1gbit 500mbit 200mbit
     python bench/compare.py --systems "fsdp2 reshard=True" zero++ delta-hpz --rounds 9
     pip install -c constraints.txt -e '.[peers]'                 once, for DeepSpeed; or set PYTHONPATH to a copy
 
 The steps of all systems are interleaved in one process group, so that other load on the machine affects all of them
-alike. On an emulated network (network namespaces, ``tc tbf``) a node has two ranks. Peak memory is measured for each
-system in separate ranks. ``--batch network`` makes a small, network-bound step, ``compute`` a large, compute-bound one;
+alike. Networks are emulated by network namespaces and ``tc tbf``; loopback connects nodes at no rate's limit. Peak
+memory is measured for each system in separate ranks. ``--batch network`` makes a small, network-bound step, ``compute``
+a large, compute-bound one;
 ``users`` is what users train with, at ``--hidden-size 512``: 13,003,776 parameters, 1,024 tokens a rank. ``main``: a
 step of ``convergence.py --model main``, for ``to_loss.py``.
 Systems named ``x4`` accumulate four batches a step, each in its fastest way, and are compared with each other only.
@@ -35,7 +37,7 @@ from pathlib import Path
 from typing import Any
 
 from comparison.figure import draw
-from comparison.records import Store, System
+from comparison.records import RANKS_PER_NODE, Store, System
 from comparison.tables import LOOPBACK, markdown
 from contenders.catalogue import COMPARED, DEFAULT, available
 from contenders.job import LEARNING_RATE
@@ -50,7 +52,6 @@ BATCHES = {
     "main": {"batch_size": 4, "seq_length": 128},
 }
 MODEL = {"num_layers": 4, "hidden_size": 256, "num_attention_heads": 4}
-RANKS_PER_NODE = 2
 POLL_S = 0.2
 
 
@@ -69,7 +70,8 @@ def parse_arguments() -> argparse.Namespace:
         choices=COMPARED,
         help="default: all installed ones but Muon's and those with another loss",
     )
-    add("--nodes", type=int, default=2, help=f"number of nodes, of {RANKS_PER_NODE} ranks each")
+    add("--nodes", type=int, default=2)
+    add("--ranks-per-node", type=int, default=RANKS_PER_NODE)
     add("--rounds", type=int, default=5)
     add("--steps", type=int, default=1, help="steps of each system in a round")
     add("--learning-rate", type=float, default=LEARNING_RATE, help="exact changes send less at low ones")
@@ -102,10 +104,11 @@ def measure(arguments: argparse.Namespace, store: Store, key: str, words: list[s
     while todo := store.run(key).unfinished(names, arguments.rounds):
         script = str(Path(__file__).with_name("compare_ranks.py"))
         launch = {"store": store.path, "key": key, "rounds": arguments.rounds, "steps": arguments.steps}
+        launch["ranks_per_node"] = arguments.ranks_per_node
         if network == LOOPBACK:
-            launch |= {"num_ranks": arguments.nodes * RANKS_PER_NODE, "ranks_per_node": RANKS_PER_NODE}
+            launch["num_ranks"] = arguments.nodes * arguments.ranks_per_node
         else:
-            launch |= {"emulate_nodes": arguments.nodes, "ranks_per_node": RANKS_PER_NODE, "rate": network}
+            launch |= {"emulate_nodes": arguments.nodes, "rate": network}
         command = [script, *words_of(launch), *words, "--systems", *todo]
         problem = wait(start(command + ["--no-distance"] * arguments.no_distance), store.path, arguments.patience)
         store.values = Store(store.path).values
@@ -141,10 +144,10 @@ def wait(process: subprocess.Popen[bytes], written: Path, timeout_s: float) -> s
 def take_memory(arguments: argparse.Namespace, store: Store, key: str, words: list[str], names: list[str]) -> None:
     """Measure the peak memory of each system without a figure, each in separate ranks."""
     known = store.values["memory"].setdefault(key, {})
-    ranks, script = arguments.nodes * RANKS_PER_NODE, str(Path(__file__).with_name("zero_memory.py"))
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    per_node, script = arguments.ranks_per_node, str(Path(__file__).with_name("zero_memory.py"))
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={arguments.nodes * per_node}"]
     for name in tqdm([name for name in names if name not in known], unit="system", desc=f"{key} memory"):
-        command = [sys.executable, *torchrun, script, name, *words, f"--ranks-per-node={RANKS_PER_NODE}"]
+        command = [sys.executable, *torchrun, script, name, *words, f"--ranks-per-node={per_node}"]
         environment, quiet = (
             {"OMP_NUM_THREADS": "1"} | os.environ,
             {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL},
@@ -220,6 +223,8 @@ def main() -> int:
                 shape = {name: getattr(arguments, name) for name in MODEL} | BATCHES[batch]
                 if arguments.learning_rate != LEARNING_RATE:
                     shape["learning_rate"] = arguments.learning_rate
+                if arguments.ranks_per_node != RANKS_PER_NODE:
+                    shape["ranks_per_node"] = arguments.ranks_per_node
                 store.check_shape(batch, shape | {"nodes": arguments.nodes, "steps": arguments.steps})
                 store.write()
                 for dtype in arguments.dtype:

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from comparison.records import Run, Store
+from comparison.records import RANKS_PER_NODE, Run, Store
 from comparison.tables import LOOPBACK
 from contenders.catalogue import ENTRIES
 from gpt_model import GPT, GPTConfig
@@ -49,11 +49,10 @@ from zero.plan.peers import PEERS, Peer, peer_kernel_nbytes, peer_moved
 from zero.plan.times import LINK_EFFICIENCY, StepTimes, times_of
 
 __all__ = [
-    "RANKS_PER_NODE", "TOLERANCE", "Planned", "alone", "cluster_of", "median", "model_of", "moved_of", "of_own_step",
+    "TOLERANCE", "Planned", "alone", "cluster_of", "median", "model_of", "moved_of", "of_own_step",
     "page", "planned", "probed", "rate_gbit",
 ]  # fmt: skip
 
-RANKS_PER_NODE = 2
 TOLERANCE = 0.2
 UNITS = {"kbit": 1e-6, "mbit": 1e-3, "gbit": 1.0}
 NOT_PLANNED = {"offload", "stage3_param_persistence_threshold"}
@@ -104,10 +103,10 @@ def probed(path: Path | None, store: Store) -> dict[str, Any]:
 
     ``path`` is its file. If it does not exist, the links on loopback are measured now and written there.
     """
-    nodes = max(shape["nodes"] for shape in store.values["shape"].values())
-    shape = f"{nodes}x{RANKS_PER_NODE} on 1 host"
+    nodes, per_node = max(map(_nodes_and_ranks, store.values["shape"].values()))
+    shape = f"{nodes}x{per_node} on 1 host"
     with tempfile.TemporaryDirectory() as folder:
-        known = path if path is not None and path.exists() else _probe(Path(folder) / "probe.json", nodes)
+        known = path if path is not None and path.exists() else _probe(Path(folder) / "probe.json", nodes, per_node)
         shapes: dict[str, Any] = json.loads(known.read_text(encoding="utf-8"))["topologies"]
     if shape not in shapes:
         raise ValueError(
@@ -119,8 +118,12 @@ def probed(path: Path | None, store: Store) -> dict[str, Any]:
     return facts
 
 
-def _probe(path: Path, nodes: int) -> Path:
-    shape = [f"--num-ranks={nodes * RANKS_PER_NODE}", f"--ranks-per-node={RANKS_PER_NODE}"]
+def _nodes_and_ranks(shape: dict[str, int]) -> tuple[int, int]:
+    return shape["nodes"], shape.get("ranks_per_node", RANKS_PER_NODE)
+
+
+def _probe(path: Path, nodes: int, per_node: int) -> Path:
+    shape = [f"--num-ranks={nodes * per_node}", f"--ranks-per-node={per_node}"]
     once = ["--minbytes=4K", "--maxbytes=4K", "--iters=31", "--warmup-iters=3", f"--output={path}"]
     command = [sys.executable, "-m", "zcomm", "probe", *shape, *once]
     environment = {"OMP_NUM_THREADS": "1"} | os.environ
@@ -128,10 +131,11 @@ def _probe(path: Path, nodes: int) -> Path:
     return path
 
 
-def cluster_of(facts: dict[str, Any] | None, nodes: int, network: str) -> Cluster:
+def cluster_of(facts: dict[str, Any] | None, shape: dict[str, int], network: str) -> Cluster:
     """Return this machine on a network; without ``facts`` only the network's rate is known."""
-    ranks_per_core = max(nodes * RANKS_PER_NODE / (os.cpu_count() or 1), 1)
-    one = Cluster(num_nodes=nodes, ranks_per_node=RANKS_PER_NODE, ranks_per_processor=ranks_per_core)
+    nodes, per_node = _nodes_and_ranks(shape)
+    ranks_per_core = max(nodes * per_node / (os.cpu_count() or 1), 1)
+    one = Cluster(num_nodes=nodes, ranks_per_node=per_node, ranks_per_processor=ranks_per_core)
     if facts is None:
         return replace(one, between_gbit=rate_gbit(network))
     within, between = facts["links"]["within"], facts["links"]["between"]
@@ -208,7 +212,7 @@ def planned(store: Store, facts: dict[str, Any] | None) -> Iterator[Planned]:
         if facts is None and network == LOOPBACK:
             continue
         shape, dtype = store.values["shape"][batch], getattr(torch, dtype_name)
-        cluster, model = cluster_of(facts, shape["nodes"], network), model_of(shape, dtype)
+        cluster, model = cluster_of(facts, shape, network), model_of(shape, dtype)
         loopback = store.run(f"{dtype_name} {batch} {LOOPBACK}")
         for name, system in run.systems.items():
             base = alone(run if facts is not None else loopback, system.accumulation)
@@ -260,8 +264,9 @@ def of_own_step(
         computation=own, within=0.0, between=between, latency=0.0, kernels=0.0, pcie=0.0, host=0.0, nvme=0.0
     )
     hidden = (1 - 1 / cluster.ranks_per_processor) * max(own - computing, 0.0)
-    if ENTRIES[name].module == "zero_optimizer":
-        hidden += min(computing, own)
+    if (entry := ENTRIES[name]).module == "zero_optimizer":
+        sends_after_step = entry.options["stage"] < 3 or entry.options.get("mode") == "delta_hpz"
+        hidden += min(computing, own, between / 2 if sends_after_step else between)
     return times, min(hidden, between)
 
 
@@ -309,7 +314,7 @@ def page(path: Path, probe: Path | None = None, *, has_own: bool = False) -> str
 def _facts_line(facts: dict[str, Any] | None) -> str:
     if facts is None:
         return "Itself: the system's own step on loopback. Between: bytes of a node over 0.9 of the network's rate."
-    one = cluster_of(facts, 2, LOOPBACK)  # its links do not depend on the number of nodes
+    one = cluster_of(facts, {"nodes": 2}, LOOPBACK)  # its links do not depend on the number of nodes
     return (
         f"Links, times LINK_EFFICIENCY: within a node {one.within_gbps:.3f} GB/s a rank, {one.within_us:.0f} us an "
         f"exchange; between nodes on loopback {one.between_gbit:.2f} Gbit/s and {one.between_us:.0f} us; kernels "

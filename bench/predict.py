@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from comparison.records import Run, Store
 from comparison.tables import LOOPBACK
-from plan_measured import RANKS_PER_NODE, TOLERANCE, alone, cluster_of, median, model_of, moved_of, of_own_step
+from plan_measured import TOLERANCE, alone, cluster_of, median, model_of, moved_of, of_own_step
 
 RESULTS = Path(__file__).parent / "results"
 NETWORKS = (LOOPBACK, "1gbit", "200mbit", "100mbit", "10mbit")
@@ -62,7 +62,7 @@ def predict(known: Store, before: Store, networks: Sequence[str] = NETWORKS) -> 
             raise ValueError(f"{known.path} must have the ranks alone after {count} micro-batches")
         for network in networks:
             nbytes = 0.0 if network == LOOPBACK else _node_nbytes(name, shape, dtype, network, before)
-            cluster = cluster_of(None, shape["nodes"], "1gbit" if network == LOOPBACK else network)
+            cluster = cluster_of(None, shape, "1gbit" if network == LOOPBACK else network)
             times, hidden = of_own_step(name, computing + more, computing, nbytes, cluster)
             found[f"{dtype} {batch} {network}"][name] = times.step - hidden
     return {"shape": {batch: shape}, "alone_s": fastest, "added_s": added, "step_s": found}
@@ -81,9 +81,10 @@ def _steps(run: Run) -> dict[str, tuple[float, float]]:
 def _node_nbytes(name: str, shape: dict[str, int], dtype: str, network: str, before: Store) -> float:
     """Bytes of a node: by the planner's formulas, else as counted on another network."""
     precision = getattr(torch, dtype)
-    moved = moved_of(name, model_of(shape, precision), cluster_of(None, shape["nodes"], network), precision)
+    cluster = cluster_of(None, shape, network)
+    moved = moved_of(name, model_of(shape, precision), cluster, precision)
     if moved is not None:
-        return moved[0].sent.inter * RANKS_PER_NODE
+        return moved[0].sent.inter * cluster.ranks_per_node
     runs = [before.run(key) for key in before.values["runs"] if not key.endswith(LOOPBACK)]
     counted = [run.systems[name].wire_nbytes for run in runs if name in run.systems]
     if not counted:

@@ -12,7 +12,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Run", "Store", "System"]
+__all__ = ["RANKS_PER_NODE", "Run", "Store", "System"]
+
+RANKS_PER_NODE = 2
+"""Unless a file's shape says otherwise."""
 
 
 @dataclass
