@@ -77,7 +77,8 @@ ENTRIES |= {
     )
 }  # fmt: skip
 COMPARED = (
-    "alone", "alone x4", "ddp", "ddp bucket views", "ddp bf16 gradients", "ddp x4", "ddp bf16 gradients x4", "zero redundancy",
+    "alone", "alone x4", "ddp", "ddp bucket views", "ddp bf16 gradients", "ddp x4", "ddp bf16 gradients x4",
+    "zero redundancy",
     "fsdp2 reshard=False", "fsdp2 reshard=True", "fsdp2 reshard=False x4",
     "hsdp reshard=False", "hsdp reshard=True", "hsdp reshard=False x4", "hsdp reshard=True x4",
     "deepspeed stage 1", "deepspeed stage 2", "deepspeed stage 3", "deepspeed stage 3 offload",

@@ -19,7 +19,7 @@ import zcomm
 from side_by_side.engines import Engine
 from zcomm import Topology
 
-__all__ = ["exact_gradients", "gradient_error", "read_by_forward", "weight_errors"]
+__all__ = ["exact_gradients", "gradient_error", "read_by_forward", "rounded_masters", "weight_errors"]
 
 Batch = tuple[Tensor, Tensor]
 
@@ -48,6 +48,11 @@ def weight_errors(engine: Engine, seen: Mapping[str, Tensor]) -> dict[str, float
     masters = {name: engine.master(param) for name, param in engine.model.named_parameters()}
     rounded = {name: master.to(seen[name].dtype) for name, master in masters.items()}
     return {"weights": _relative(seen, masters), "rounding": _relative(rounded, masters)}
+
+
+def rounded_masters(engine: Engine) -> Tensor:
+    """Return all masters, flat, rounded to the parameters' dtype. Collective."""
+    return torch.cat([engine.master(param).flatten().to(param.dtype) for param in engine.model.parameters()])
 
 
 def exact_gradients(

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from importlib import import_module
 
 import torch
 from gpt_model import GPT, VOCABULARY, GPTConfig, choose_matmul_dtype
+from learning_rate import warmup_cosine
 from text_data import Text, held_out_windows, load_text, training_batch
 from torch import Tensor, nn
 
@@ -34,6 +36,8 @@ class Job:
     """Number of held-out sequences."""
     max_nbytes: int = 8_000_000
     """Bytes of text to read."""
+    pretrained: str = ""
+    """The job whose model, after :data:`PRETRAINING` steps, is tuned at a constant rate; empty: from random weights."""
 
     def text(self) -> Text:
         """Return the training text: the standard library's sources, as in train_gpt.py."""
@@ -42,7 +46,14 @@ class Job:
     def model(self, dtype: torch.dtype, device: torch.device, seed: int) -> nn.Module:
         """Build the model, the same on every rank."""
         torch.manual_seed(seed)
-        return self.build(dtype, device)
+        model = self.build(dtype, device)
+        if self.pretrained:
+            model.load_state_dict(_trained(self.pretrained, seed))
+        return model
+
+    def rate(self, step: int, num_steps: int) -> float:
+        """The factor of ``lr`` in step number ``step``, from 0."""
+        return 1.0 if self.pretrained else warmup_cosine(step, num_steps)
 
     def batch(self, text: Text, step: int, seed: int) -> tuple[Tensor, Tensor]:
         """Tokens and targets [batch_size, seq_length] of all ranks."""
@@ -69,13 +80,36 @@ def _gpt2(dtype: torch.dtype, device: torch.device) -> nn.Module:
     return model
 
 
+TINY = Job(_gpt(HalvedGPT, 2, 192, 64), seq_length=64, lr=2e-3)
+TEST = Job(_gpt(HalvedGPT, 2, 64, 16), seq_length=16, lr=4e-3, num_held_out=32, max_nbytes=200_000)
 JOBS = {
-    "tiny": Job(_gpt(HalvedGPT, 2, 192, 64), seq_length=64, lr=2e-3),
+    "tiny": TINY,
+    "tiny-tuned-1e-5": replace(TINY, lr=1e-5, pretrained="tiny"),
+    "tiny-tuned-1e-6": replace(TINY, lr=1e-6, pretrained="tiny"),
     "main": Job(_gpt(GPT, 4, 256, 128), seq_length=128, lr=2e-3, num_held_out=256),
     "gpt2": Job(_gpt2, seq_length=64, lr=1e-3),
-    "test": Job(_gpt(HalvedGPT, 2, 64, 16), seq_length=16, lr=4e-3, num_held_out=32, max_nbytes=200_000),
+    "test": TEST,
+    "test-tuned": replace(TEST, lr=1e-5, pretrained="test"),
 }
-"""By name: 1.0, 3.3 and 1.0 million parameters, and one for tests."""
+"""By name: 1.0 million parameters, also tuned at two rates, 3.3 and 1.0 million, and two for tests."""
+PRETRAINING = 300
+"""Steps, in one process in float32."""
+
+
+@cache
+def _trained(name: str, seed: int) -> dict[str, Tensor]:
+    """The weights after pretraining, the same on every rank: each computes them."""
+    job = JOBS[name]
+    text, model = job.text(), job.model(torch.float32, torch.device("cpu"), seed)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    for step in range(PRETRAINING):
+        for group in optimizer.param_groups:
+            group["lr"] = job.lr * job.rate(step, PRETRAINING)
+        loss: Tensor = model(*job.batch(text, step, seed + 1_000))  # not the batches that it is tuned on
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.state_dict()
 
 
 def unigram_entropy(text: Text) -> float:

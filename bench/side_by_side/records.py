@@ -51,6 +51,8 @@ class Record:
     """Whether bytes were counted; else they follow from a formula."""
     gradient_errors: list[tuple[int, float]] = field(default_factory=list)
     weight_errors: list[tuple[int, dict[str, float]]] = field(default_factory=list)
+    change_entropies: list[tuple[int, float]] = field(default_factory=list)
+    """Of exact changes: zeroth-order entropy of a step's change of the rounded masters, in bits an element."""
     skipped_steps: list[int] = field(default_factory=list)
     log: list[str] = field(default_factory=list)
     """The library's warnings, each once."""

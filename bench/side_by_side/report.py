@@ -115,6 +115,11 @@ def table(rows: Sequence[Row]) -> str:
         f"- {record.key}: skipped steps {record.skipped_steps}"
         for row in rows for record in row.records if record.skipped_steps
     ]  # fmt: skip
+    notes += [
+        f"- {record.key}: changes have {statistics.fmean(bits for _, bits in found):.3f} bits an element, the mean of "
+        f"{len(found)} steps"
+        for row in rows for record in row.records if (found := record.change_entropies)
+    ]  # fmt: skip
     return "\n".join([text, *([""] if notes else []), *notes])
 
 

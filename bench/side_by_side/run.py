@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from statistics import median_low
 
 import torch
-from learning_rate import warmup_cosine
 from text_data import Text
 from torch import Tensor
+from ulps import entropy_bits
 
 import zcomm
 from side_by_side.checkpoints import Checkpoints
 from side_by_side.configurations import CONFIGURATIONS
 from side_by_side.engines import Engine, build_engine
-from side_by_side.errors import exact_gradients, gradient_error, read_by_forward, weight_errors
+from side_by_side.errors import exact_gradients, gradient_error, read_by_forward, rounded_masters, weight_errors
 from side_by_side.jobs import JOBS
 from side_by_side.records import Record
 from zcomm import Topology, control
@@ -82,12 +82,17 @@ class Run:
         if not record.held_out_losses:
             self._evaluate()
         while record.steps_done < steps:
-            started, batches = time.perf_counter(), self._batches()
             is_sampled = record.steps_done + 1 in self._sampled
+            is_pause = (record.steps_done + 1) % self._settings.eval_interval == 0
+            has_entropy = is_pause and self._configuration.options.get("changes") == "exact"
+            before = rounded_masters(self._engine) if has_entropy else None
+            started, batches = time.perf_counter(), self._batches()
             on_step(float(self._step(batches, is_sampled=is_sampled)))
             record.steps_done += 1
             record.seconds += time.perf_counter() - started
-            is_pause = record.steps_done % self._settings.eval_interval == 0
+            if before is not None:
+                entropy = entropy_bits(rounded_masters(self._engine), before)
+                record.change_entropies.append((record.steps_done, entropy))
             if is_pause or is_sampled or record.steps_done == steps:
                 self._evaluate(is_sampled=is_sampled)
             if is_pause and record.steps_done < steps:
@@ -132,7 +137,7 @@ class Run:
             exact = exact_gradients(copy, seen, batches, self._topology)
             self.record.gradient_errors.append((step + 1, gradient_error(engine, exact)))
         with zcomm.traffic() as sent:
-            engine.step(warmup_cosine(step, key.steps), MAX_NORM)
+            engine.step(self._job.rate(step, key.steps), MAX_NORM)
         if not engine.was_step_applied:
             self.record.skipped_steps.append(step + 1)
         self._inter.append(nbytes + sent.bytes(link="inter"))

@@ -17,7 +17,7 @@ SCRIPT = str(ROOT / "bench" / "convergence.py")
 SHORT = ["--model=test", "--steps=6", "--eval-interval=3", "--seeds=1"]
 ADAM = ["fp32-ddp", "bf16-zero3", "zeropp", "delta-hpz"]
 MUON = ["bf16-zero3-muon", "delta-hpz-muon"]
-WHOLE = [*ADAM, *MUON]
+WHOLE = [*ADAM, *MUON, "delta-hpz-exact"]
 STOPPED = ["delta-hpz", "delta-hpz-muon"]
 TIMES = {"command", "seconds"}
 """The columns that differ between two equal runs."""
@@ -31,7 +31,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     once = [SCRIPT, *SHORT, f"--results={folder / 'once'}", f"--checkpoints={folder / 'once_checkpoints'}", "--only"]
     parts = [SCRIPT, *SHORT, f"--results={folder / 'parts'}", f"--checkpoints={folder / 'checkpoints'}", "--minutes=0"]
     in_parts = [[*parts, "--only", *STOPPED] for _ in range(len(STOPPED) + 1)]
-    run_on_forks(4, [[*once, *WHOLE], *in_parts, [*once, "bf16-zero3", "--outlier-at=4"]], cwd=ROOT)
+    tuned = [*once, "delta-hpz-exact", "--model=test-tuned"]
+    run_on_forks(4, [[*once, *WHOLE], *in_parts, [*once, "bf16-zero3", "--outlier-at=4"], tuned], cwd=ROOT)
     return folder
 
 
@@ -65,6 +66,22 @@ def test_what_is_measured(folder: Path) -> None:
     assert errors["weights"] == errors["rounding"]
     assert 0.0005 < errors["rounding"] < 2**-8
     assert zeropp["weight_errors"][-1][1]["weights"] > 1.5 * errors["rounding"]
+
+
+def test_exact_changes_cost_their_entropy_and_tuning_starts_from_a_trained_model(folder: Path) -> None:
+    scratch = _run(folder / "once", "delta-hpz-exact")
+    tuned = json.loads((folder / "once" / "test-tuned-6-delta-hpz-exact-seed1.json").read_text())
+    assert scratch["held_out_losses"][0][1] > 5.3
+    assert tuned["held_out_losses"][0][1] < 4
+    assert abs(tuned["held_out_losses"][-1][1] - tuned["held_out_losses"][0][1]) < 0.05
+    for run, most in ((scratch, 9.0), (tuned, 1.5)):
+        assert [step for step, _ in run["change_entropies"]] == [3, 6]
+        bits = sum(bits for _, bits in run["change_entropies"]) / 2
+        assert 0.1 < bits < most
+        of_changes = 8 * run["inter_nbytes_per_step"] / run["numel"] - 4.27  # gradients in 4 bits, with scales
+        assert of_changes == pytest.approx(bits, rel=0.1, abs=0.5), "a message of so few elements has a long head"
+    text = (folder / "once" / "test-tuned-6.md").read_text()
+    assert f"changes have {bits:.3f} bits an element, the mean of 2 steps" in text
 
 
 def test_muon_trains_at_the_bytes_of_adam(folder: Path) -> None:
