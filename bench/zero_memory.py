@@ -1,4 +1,4 @@
-"""Measure the peak memory of one contender of zero_step.py or compare.py; print a JSON line.
+"""Measure the peak memory of one contender of compare.py; print a JSON line.
 
     torchrun --nproc-per-node 2 bench/zero_memory.py "fsdp2 reshard=True" --dtype bfloat16
 

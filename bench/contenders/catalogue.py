@@ -31,7 +31,7 @@ ENTRIES = {
     **{f"deepspeed stage {n}": Entry(n, "deepspeed_engine", {"stage": n}, "deepspeed") for n in (1, 2, 3)},
 }
 ONE_MACHINE = tuple(ENTRIES)
-"""The contenders in the tables of zero_step.py."""
+"""Those without a network between nodes."""
 ZEROPP = {"stage": 3, "quantized_weights": True, "quantized_gradients": True, "stays_in_node": True}
 DELTA = {"stage": 3, "mode": "delta_hpz"}
 SMALL_PERSISTENT = {"stage": 3, "stage3_param_persistence_threshold": 100_000}

@@ -42,6 +42,23 @@ def test_systems_take_turns_and_a_second_run_takes_the_rest(tmp_path: Path) -> N
     assert refused["seconds"] == []
 
 
+def test_on_one_machine_all_agree_and_memory_is_taken_of_each_alone(tmp_path: Path) -> None:
+    store, one = tmp_path / "store.json", ["--num-layers=1", "--hidden-size=32", "--seq-length=16"]
+    systems = ["ddp", "ddp bucket views", "fsdp2 reshard=False", *SYSTEMS, "zero stage 1", "zero stage 2"]
+    alike = [SCRIPT, *TINY, f"--store={store}", "--rounds=2", "--no-distance", "--systems", *systems]
+    memory = str(ROOT / "bench" / "zero_memory.py")
+    two = [[memory, name, *one] for name in ("zero stage 1", "ddp")]
+    printed = run_on_forks(2, [alike, *two], cwd=ROOT)
+    found = json.loads(store.read_text())["runs"][KEY]["systems"]
+    for name in systems:
+        assert found[name]["losses"] == pytest.approx(found["ddp"]["losses"], abs=5e-5), name
+    assert found["zero stage 2"]["units"] == 0, "all ranks are in one node"
+    peaks = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
+    assert [row["case"] for row in peaks] == ["zero stage 1", "ddp"]
+    assert all(row["peak_mib"] > row["base_mib"] > 50 for row in peaks)
+    assert peaks[0]["loss"] == pytest.approx(peaks[1]["loss"], rel=1e-4)
+
+
 def test_each_system_with_muon_has_its_distance_from_one_process(tmp_path: Path) -> None:
     """Where nothing is quantized it is that of rounding; a wrong update would be of the size of the movement."""
     store = tmp_path / "store.json"

@@ -1,21 +1,16 @@
 """The main job runs as the README says; its bytes and memory are those of the formulas."""
 
-# covers bench/compare.py bench/contenders/alone.py
+# covers bench/contenders/alone.py
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.job import ROOT, SCRIPT, TINY, losses, run_script, summary
-from tests.forks import run_on_forks
+from tests.end_to_end.job import SCRIPT, TINY, losses, run_script, summary
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
-PEERS = [
-    "zero stage 1", "zero stage 2", "zero stage 3", "fsdp2 reshard=False", "fsdp2 reshard=True", "ddp",
-]  # fmt: skip
 ALL_SWITCHES = "ZeRO-3 qwZ qgZ hpZ"
 
 
@@ -66,18 +61,3 @@ def test_the_same_run_twice_gives_the_same_bits(compared: tuple[Path, str], stan
     # The run without communication: its contender changes nothing else either.
     assert len(losses(stands_in_for_two, ALL_SWITCHES)) > 2
     assert losses(stands_in_for_two, ALL_SWITCHES) == losses(compared[0], ALL_SWITCHES)
-
-
-def test_zero_step_agrees_with_its_peers() -> None:
-    """Time every contender that needs torch alone, then measure the memory of two, which zero_step.py starts."""
-    small = ["--num-layers=1", "--hidden-size=32", "--seq-length=16"]
-    timed = [str(ROOT / "bench" / "zero_step.py"), *small, "--rounds=2", "--steps=2", "--contenders", *PEERS]
-    memory = str(ROOT / "bench" / "zero_memory.py")
-    printed = run_on_forks(2, [timed, [memory, PEERS[2], *small], [memory, "ddp", *small]], cwd=ROOT)
-    assert "# wrong results : 0 OK" in printed
-    rows = [line.split() for line in printed.splitlines() if line.startswith("  ")]
-    assert [" ".join(row).rsplit(maxsplit=7)[0] for row in rows] == PEERS
-    peaks = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
-    assert [row["case"] for row in peaks] == [PEERS[2], "ddp"]
-    assert all(row["peak_mib"] > row["base_mib"] > 50 for row in peaks)
-    assert peaks[0]["loss"] == pytest.approx(peaks[1]["loss"], rel=1e-4)
