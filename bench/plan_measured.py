@@ -55,7 +55,7 @@ __all__ = [
 
 TOLERANCE = 0.2
 UNITS = {"kbit": 1e-6, "mbit": 1e-3, "gbit": 1.0}
-NOT_PLANNED = {"offload", "stage3_param_persistence_threshold"}
+NOT_PLANNED = {"offload", "stage3_param_persistence_threshold", "stage3_max_reuse_distance"}
 """Options of this library's contenders that are not planned."""
 TORCH = {
     "ddp": "DDP", "ddp bf16 gradients": "DDP bf16 gradients",

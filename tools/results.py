@@ -22,13 +22,16 @@ PAGES = (ROOT / "README.md", ROOT / "docs" / "results.md")
 sys.path.insert(0, str(ROOT / "bench"))
 
 from comparison.records import Store  # noqa: E402  (bench is a folder of scripts)
-from comparison.tables import bases, markdown, of_accumulation, rates, rows_of, table  # noqa: E402
+from comparison.tables import INTERVAL, bases, markdown, of_accumulation, rates, rows_of, table  # noqa: E402
 
 NETWORK_COLUMNS = [
     "system", "step, ms", "tokens/s", "against FSDP2", "against the best peer", "wire, MB a node", "model states, MiB",
 ]  # fmt: skip
-MUON_COLUMNS = ["system", "step, ms", "tokens/s", "against the best peer", "wire, MB a node", "distance"]
-COMPUTE_COLUMNS = ["system", "step, ms", "tokens/s", "against FSDP2", "RSS, MiB", "model states, MiB"]
+MUON_COLUMNS = ["system", "step, ms", "tokens/s", "against the best peer", "wire, MB a node", "distance", INTERVAL]
+MACHINE_COLUMNS = [
+    "system", "step, ms", "tokens/s", "against FSDP2", "against the best peer", "RSS, MiB", "model states, MiB",
+    INTERVAL,
+]  # fmt: skip
 MARKED = re.compile(r"(?<=<!-- table: )([\w -]+)( -->\n).*?(?=<!-- end of table -->)", re.DOTALL)
 
 LINK = "bench/results/"
@@ -94,8 +97,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "users x4": lambda: _rates("compare_users", "users", 4),
     "network": lambda: _compared("compare_13m", "bfloat16 network 200mbit", 1, NETWORK_COLUMNS),
     "network x4": lambda: _compared("compare_13m", "bfloat16 network 200mbit", 4, NETWORK_COLUMNS),
-    "compute": lambda: _compared("compare_compute", "bfloat16 compute loopback", 1, COMPUTE_COLUMNS),
-    "muon": lambda: _compared("compare_muon", "bfloat16 network loopback", 1, MUON_COLUMNS),
+    "machine": lambda: _compared("compare_machine_4", "bfloat16 compute loopback", 1, MACHINE_COLUMNS),
+    "machine float32": lambda: _compared("compare_machine_4", "float32 compute loopback", 1, MACHINE_COLUMNS),
+    "muon": lambda: _compared("compare_machine_muon", "bfloat16 network loopback", 1, MUON_COLUMNS),
     "muon network": lambda: _compared("compare_muon", "bfloat16 network 200mbit", 1, MUON_COLUMNS),
     "losses": lambda: _losses("tiny-1500.md"),
     "losses main": lambda: _losses("main-500.md"),

@@ -16,7 +16,7 @@ from comparison.intervals import CONFIDENCE, FEWEST, interval
 from comparison.records import Run, System
 
 __all__ = [
-    "PEERS", "Key", "bases", "best_peer", "cells", "markdown", "of_accumulation", "rate_mbit", "rates",
+    "INTERVAL", "PEERS", "Key", "bases", "best_peer", "cells", "markdown", "of_accumulation", "rate_mbit", "rates",
     "rows_of", "table",
 ]  # fmt: skip
 

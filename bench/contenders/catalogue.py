@@ -63,6 +63,13 @@ ENTRIES |= {
     "delta-hpz": Entry(3, "zero_optimizer", DELTA),
     "delta-hpz x4": Entry(3, "zero_optimizer", DELTA | {"accumulation": 4}),
     "delta-hpz exact": Entry(3, "zero_optimizer", DELTA | {"changes": "exact"}),
+    **{
+        f"{name} reshard=False{' x4' if count > 1 else ''}": Entry(
+            3, "zero_optimizer", options | {"stage3_max_reuse_distance": 10**9, "accumulation": count}
+        )
+        for name, options in (("zero++", ZEROPP), ("delta-hpz", DELTA))
+        for count in (1, 4)
+    },
 }
 POWERSGD = {f"ddp powersgd {rank}": {"gradient_as_bucket_view": True, "powersgd_rank": rank} for rank in (4, 16)}
 ENTRIES |= {name: Entry(0, "ddp", options) for name, options in POWERSGD.items()}
@@ -84,7 +91,8 @@ COMPARED = (
     "deepspeed stage 1", "deepspeed stage 2", "deepspeed stage 3", "deepspeed stage 3 offload",
     "deepspeed stage 1 x4", "deepspeed stage 3 x4",
     "zero stage 1", "zero stage 2", "zero stage 3", "zero stage 3 small whole", "zero stage 3 offload",
-    "zero stage 3 nvme", "zero++", "zero++ x4", "delta-hpz", "delta-hpz x4", "delta-hpz exact",
+    "zero stage 3 nvme", "zero++", "zero++ reshard=False", "zero++ x4", "zero++ reshard=False x4",
+    "delta-hpz", "delta-hpz reshard=False", "delta-hpz exact", "delta-hpz x4", "delta-hpz reshard=False x4",
     *(name for name in ENTRIES if name.endswith(" muon")), *INEXACT,
 )  # fmt: skip
 """The contenders in the tables of compare.py."""

@@ -125,6 +125,20 @@ def test_no_more_is_hidden_than_the_network_takes(tmp_path: Path) -> None:
     assert {name: row.step for name, row in _rows(paths, has_own=True).items()} == {"ddp": 9.0, "zero stage 1": 0.7}
 
 
+def test_what_follows_a_step_is_not_hidden_by_computing(tmp_path: Path) -> None:
+    """Half of the bytes at stages 1 and 2, and of delta-hpZ; at stage 3 every exchange has computing beside it."""
+    names = ("zero stage 1", "zero stage 3", "delta-hpz")
+    loopback = {"alone": {"seconds": [0.65]}} | {name: {"seconds": [0.7]} for name in names}
+    systems = {name: {"seconds": [1]} for name in names}
+    rows = _rows(_files(tmp_path, systems, "4.8mbit", loopback), has_own=True)
+    between = 2 * NUMEL / (4.8e6 / 8 * 0.9)
+    assert rows["zero stage 1"].step == pytest.approx(0.7 + between / 2 - 0.05 / 2, rel=0.01)
+    of_stage3, of_delta = (rows[name].times.between for name in names[1:])
+    assert of_stage3 > 0.7, "more than computing hides"
+    assert rows["zero stage 3"].step == pytest.approx(0.7 + of_stage3 - 0.65 - 0.05 / 2)
+    assert rows["delta-hpz"].step == pytest.approx(0.7 + of_delta / 2 - 0.05 / 2)
+
+
 @pytest.mark.parametrize("name", ["hsdp reshard=True", "hsdp reshard=True x4", "fsdp2 reshard=False x4"])
 def test_hybrid_and_accumulating_peers(tmp_path: Path, name: str) -> None:
     """Bytes and rounds of 2 nodes x 2 ranks over gloo, whose reduce-scatter goes twice around the ring."""
