@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -22,12 +23,15 @@ def build(
     stage: int,
     *,
     accumulation: int = 1,
+    has_no_sync: bool = False,
     stays_in_node: bool = False,
     offload: str | None = None,
     has_muon: bool = False,
     **options: Any,
 ) -> Contender:
     """Shard the model at ``stage``; ``stays_in_node`` adds a secondary partition in each node (hpZ).
+
+    ``has_no_sync``: gradients of all batches but the last are added on each rank, and not reduced.
 
     ``offload`` is where parameters and states are stored: "cpu", or "nvme" for files in the setup's folder.
     ``has_muon``: this library's Muon updates the matrices of blocks, with the bits of torch's.
@@ -44,10 +48,12 @@ def build(
         inner = optimizers(model, setup.learning_rate, Muon, fused=True)
     else:
         options |= {"lr": setup.learning_rate, "fused": True}
+    reduced = 1 if has_no_sync else accumulation
     optimizer = ZeroOptimizer(
-        model, inner, topology=setup.topology, stage=stage, gradient_accumulation_steps=accumulation, **options
+        model, inner, topology=setup.topology, stage=stage, gradient_accumulation_steps=reduced, **options
     )
-    step = torch_step(model, optimizer, accumulation=accumulation)
+    accumulates = optimizer.no_sync if has_no_sync else nullcontext
+    step = torch_step(model, optimizer, accumulation=accumulation, accumulates=accumulates)
     settle = partial(_wait_for_replicas, optimizer)
     return Contender(step, accumulation, optimizer.close, lambda: map(_master, model.parameters()), settle)
 
