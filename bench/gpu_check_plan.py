@@ -205,7 +205,8 @@ COMMANDS = {
     ),
     "training step, 2 x 2 ranks": _Command(
         "gpu_training.py", f"--ranks-per-node 2 {MIDDLE}", "",
-        f"{TINY} --ranks-per-node 1 --contenders ddp zero~stage~3 delta-hpz deepspeed~stage~3", num_ranks=4,
+        f"{TINY} --ranks-per-node 1 --contenders ddp zero~stage~3 delta-hpz~exact deepspeed~stage~3",
+        num_ranks=4,
     ),
     "first call": _Command("gpu_first_call.py", "", "", "--device cpu --formats int8 --numel 4096"),
     "CUDA graphs": _Command(

@@ -34,7 +34,7 @@ from zcomm._bench import torch_calls
 from zcomm._bench.harness import BenchReport, Column
 
 PEERS = ("ddp", "fsdp2 reshard=False", "fsdp2 reshard=True", *(f"deepspeed stage {n}" for n in (1, 2, 3)))
-OURS = (*(f"zero stage {n}" for n in (1, 2, 3)), "zero++", "delta-hpz")
+OURS = (*(f"zero stage {n}" for n in (1, 2, 3)), "zero++", "delta-hpz", "delta-hpz exact")
 ORDER = ("ddp", *OURS, *PEERS[1:])
 LOSS_TOLERANCE = {"float32": 1e-3, "bfloat16": 5e-2}
 """Relative; after tens of steps, not after one."""

@@ -25,6 +25,7 @@ from tests.zero.training import assert_same_bits, full_values, train, zero_optim
 from tests.zero.whole_optimizers import matrices_and_others
 from zcomm import ConfigError, LayoutError
 from zcomm._kernels import ulps
+from zcomm._transport import backend
 from zero import ZeroOptimizer
 from zero.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 
@@ -73,6 +74,25 @@ def _check_steps(rank: int, per_node: int) -> None:
 @pytest.mark.parametrize(("world_size", "per_node"), [(2, 1), (3, 1), (4, 2)])
 def test_after_each_step_forward_reads_the_rounded_masters(world_size: int, per_node: int) -> None:
     run_ranks(world_size, _check_steps, per_node)
+
+
+def _check_capped(rank: int) -> None:
+    """As on GPUs, where messages are exchanged in rooms of a known length: a larger rate does not fit at once."""
+    with patch.object(backend.Hop, "takes_shorter", False):
+        _check_steps(rank, 2)
+        for mode in (DELTAS[1], HPZ):
+            model = new_model(torch.bfloat16)
+            with zero_optimizer(
+                model, AdamW(model.parameters(), lr=1e-5), ranks_per_node=2, **mode, **EXACT
+            ) as optimizer:
+                for rate in (1e-5, 1e-5, 1e-2, 1e-5, 1e-5):
+                    optimizer.param_groups[0]["lr"] = rate
+                    train(model, optimizer, rank, steps=1)
+                    _check(model, optimizer)
+
+
+def test_with_rooms_of_a_known_length_too() -> None:
+    run_ranks(4, _check_capped)
 
 
 def _check_early_steps(rank: int, cls: type[torch.optim.Optimizer]) -> None:

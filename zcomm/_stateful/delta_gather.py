@@ -35,12 +35,13 @@ from zcomm._collectives.encoder import Encoder, check_random
 from zcomm._formats.formats import FORMATS, Format, codec_for, get_format
 from zcomm._formats.philox import RandomKey
 from zcomm._kernels import kernels
-from zcomm._stateful.exact_changes import EXACT, ExactReplica
+from zcomm._stateful.capped_changes import exact_replica
+from zcomm._stateful.exact_changes import EXACT
 from zcomm._stateful.uneven_state import UnevenReplica, apart
 from zcomm._transport.chunks import chunks_of, pipelined
 from zcomm._transport.route import Group, Route, check_apart, check_arguments, check_flat, find_route, rows_of
 from zcomm._transport.topology import Numbering, Topology
-from zcomm._transport.work import Steps, Work, nothing, run
+from zcomm._transport.work import Steps, Work, WorkThen, nothing, run
 from zcomm.errors import LayoutError, StateError, TopologyError
 
 
@@ -51,8 +52,8 @@ class DeltaGather:
         replica: What every rank holds, floating point, [size * n] contiguous or [size, n] with contiguous rows. Written
             in place; no other memory is kept.
         group: a ProcessGroup (default: all ranks), or a :class:`zcomm.Topology` for two hops.
-        format: of the differences, on all hops: messages are forwarded. "exact": without loss, for 16-bit replicas in
-            host memory, contiguous, and not over NCCL; messages are as long as the change is rich.
+        format: of the differences, on all hops: messages are forwarded. "exact": without loss, for 16-bit replicas,
+            contiguous, and not with backend "nccl"; messages are as long as the change is rich.
         numbering: which rank owns which row: "rank" as in torch, or "local" (:mod:`zcomm._transport.topology`).
         over: "world": between all ranks, size = world_size. "nodes": between the ranks of equal local rank, one per
             node, size = num_nodes, rows in node order; ``group`` must be a Topology.
@@ -61,7 +62,8 @@ class DeltaGather:
 
     Raises:
         LayoutError, FormatError, TopologyError: The arguments do not fit.
-        BackendUnavailableError: ``shard_sizes`` or exact changes with backend "nccl", or exact changes on a GPU.
+        BackendUnavailableError: ``shard_sizes`` or exact changes with backend "nccl", or exact changes on a GPU with a
+            package without CUDA kernels.
     """
 
     def __init__(
@@ -92,7 +94,7 @@ class DeltaGather:
             route = self._route if over == "world" else apart(of_all, group, "inter")
             sizes = [self._rows.shape[1]] * of_all.world_size if shard_sizes is None else shard_sizes
             flat = replica if replica.ndim == 1 or not replica.is_contiguous() else replica.view(-1)
-            kind = ExactReplica if self._is_exact else UnevenReplica
+            kind = exact_replica if self._is_exact else UnevenReplica
             self._uneven = kind(flat, route, numbering, sizes, is_whole=over == "world")
         codec_for(self._format, self._rows.dtype)
         self._work: Work | None = None
@@ -188,7 +190,19 @@ class DeltaGather:
         with nullcontext() if self._uneven is None else self._uneven.among_equals():
             count = len(route.hops)
             self._work = run(steps, shard, self._rows, async_op=async_op, queue=route.queue, num_exchanges=count)
+        if self._uneven is not None and self._uneven.has_rest:
+            finish = partial(self._finish, self._uneven)
+            if self._work is None:
+                finish()
+            else:
+                self._work = WorkThen(self._work, finish)
         return self._work
+
+    def _finish(self, uneven: UnevenReplica) -> None:
+        steps = self._invalidate_on_error(uneven.rest_steps)
+        next(steps)
+        with uneven.among_equals():
+            run(steps, self._rows, async_op=False, queue=self._route.queue)
 
     def _invalidate_on_error(self, start: Callable[[], Steps]) -> Steps:
         """What ``start`` returns. The first step calls it, so that steps cancelled in the queue are an error, too."""

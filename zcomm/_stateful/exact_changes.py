@@ -4,7 +4,8 @@
 
 The coder is :mod:`zcomm._kernels.ulps`. Its messages are as long as the change is rich, which only the sender knows. So
 each rank receives into room for the longest possible message, and the head of what arrives has its length: gloo's
-receives over TCP take shorter messages, and leave the rest of their memory as it is. Elsewhere all of the room is sent.
+receives over TCP take shorter messages, and leave the rest of their memory as it is. Elsewhere, and on GPUs:
+:mod:`zcomm._stateful.capped_changes`.
 
 Invariants:
     O1  The room of a row follows from its elements: equal on all ranks without an agreement.
@@ -34,7 +35,7 @@ from zcomm._transport.backend import UNEVEN_GATHER
 from zcomm._transport.route import Route
 from zcomm._transport.topology import Numbering
 from zcomm._transport.work import Steps
-from zcomm.errors import BackendUnavailableError, FormatError, MessageError
+from zcomm.errors import FormatError, MessageError
 
 EXACT = "exact"
 """The name of exact changes where a format is asked for."""
@@ -48,7 +49,6 @@ class ExactReplica(UnevenReplica):
 
     Raises:
         FormatError: The replica is not bfloat16 or float16.
-        BackendUnavailableError: It is not in host memory.
     """
 
     def __init__(
@@ -58,10 +58,6 @@ class ExactReplica(UnevenReplica):
             raise FormatError(
                 f"format={EXACT!r} sends changes of bfloat16 and float16 replicas, got {replica.dtype}: use a 16-bit "
                 "replica, or another format"
-            )
-        if replica.device.type != "cpu":
-            raise BackendUnavailableError(
-                f"format={EXACT!r} serves replicas in host memory, got {replica.device}: use another format"
             )
         super().__init__(replica, route, numbering, sizes, is_whole=is_whole)
         self._own = self._shards.own
@@ -95,10 +91,9 @@ class ExactReplica(UnevenReplica):
         over, _ = self._shards.route.hops[hop]
         sizes = [sum(self._room[row] for row in rows) for rows in groups]
         received = [torch.empty(n if rank != over.rank else 0, dtype=torch.uint8) for rank, n in enumerate(sizes)]
-        if env.is_set("ZCOMM_CHECK") or not over.takes_shorter:  # checksums are of all of the room
+        if env.is_set("ZCOMM_CHECK"):  # checksums are of all of the room
             for part in (mine[used:], *received):
                 part.zero_()
-        used = used if over.takes_shorter else mine.numel()
         info = MessageInfo(self._shards.route.operation, EXACT, self._shards.numel(groups[over.rank]))
         if used:
             backend.count(over, info, used)

@@ -31,7 +31,7 @@ from zcomm._residuals.buffer_layout import as_shard_sizes
 from zcomm._residuals.residual import Residual
 from zcomm._transport.route import Group, Route, check_flat, check_topology, separate_hops
 from zcomm._transport.topology import Numbering, Topology
-from zcomm._transport.work import Steps
+from zcomm._transport.work import Steps, nothing
 from zcomm.errors import BackendUnavailableError, LayoutError
 
 
@@ -95,6 +95,13 @@ class UnevenReplica:
             )
         self._replica = replica
         self._rows = dict(zip(held, torch.split(replica, [self._shards.numels[row] for row in held]), strict=True))
+
+    has_rest = False
+    """Whether :meth:`rest_steps` must follow what was exchanged."""
+
+    def rest_steps(self) -> Steps:
+        """Finish the last exchange, in the thread that waits for it."""
+        return nothing()
 
     @property
     def numel_of_all(self) -> int:

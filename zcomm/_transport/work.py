@@ -193,6 +193,32 @@ class Work:
         return self._pending is not None and ends_within(self._pending, seconds)
 
 
+class WorkThen(Work):
+    """``work``, and then a call of ``then`` in the thread that waits for it first, which may be a collective."""
+
+    def __init__(self, work: Work, then: Callable[[], object]) -> None:
+        super().__init__(nothing())
+        self._work, self._then = work, [then]
+
+    def wait(self) -> None:
+        with self._lock:
+            self._work.wait()
+            try:
+                while self._then:
+                    self._then.pop()()
+            except BaseException as error:
+                self._error = error
+            if self._error is not None:
+                raise self._error
+
+    def is_completed(self) -> bool:
+        """Whether ``work`` is; ``then`` may wait for other ranks."""
+        return self._work.is_completed()
+
+    def completes_within(self, seconds: float) -> bool:
+        return self._work.completes_within(seconds)
+
+
 class _QueuedCollective(Work):
     """A collective driven by a queue's thread."""
 

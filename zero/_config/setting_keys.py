@@ -107,7 +107,7 @@ class WireSettings:
         "quantized",
         "what a mode sends of the parameters after a step. quantized: their change in weight_format (default int4). "
         "exact: their change without loss, so that replicas have the bits of the rounded masters, for 16-bit "
-        "parameters on CPUs: about as many bytes as int4 in pretraining, fewer at lower learning rates",
+        "parameters: about as many bytes as int4 in pretraining, fewer at lower learning rates",
         choices=CHANGES,
         active_if="a mode",
     )

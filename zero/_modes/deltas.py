@@ -83,10 +83,8 @@ class DeltaMode(Mode):
 def _check_exact(buckets: Sequence[Bucket]) -> None:
     """Raise LayoutError unless the deltas of ``buckets`` can be sent without loss. The same on every rank."""
     for bucket in buckets:
-        is_served = bucket.dtype in (torch.bfloat16, torch.float16) and bucket.device.type == "cpu"
-        if bucket.is_trainable and not is_served:
+        if bucket.is_trainable and bucket.dtype not in (torch.bfloat16, torch.float16):
             raise LayoutError(
-                f"changes={EXACT!r} serves bfloat16 and float16 parameters on CPUs: parameter "
-                f"{bucket.layout.slots[0].name!r} is {bucket.dtype} on {bucket.device.type}; cast the model, or leave "
-                "out changes"
+                f"changes={EXACT!r} serves bfloat16 and float16 parameters: parameter {bucket.layout.slots[0].name!r} "
+                f"is {bucket.dtype}; cast the model, or leave out changes"
             )
