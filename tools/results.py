@@ -54,6 +54,7 @@ CONFIGURATIONS = {
     "smallest": "",
     "delta-hpz": "",
     "delta-hpz-x4": "the batch in four parts",
+    "delta-hpz-exact": "changes without loss",
     "bf16-zero3-muon": "Muon for the matrices",
     "delta-hpz-muon": "Muon for the matrices",
     "delta-hpz-muon-int8": "the same, with wider gradients",
@@ -113,6 +114,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "muon": lambda: _compared("compare_machine_muon", "bfloat16 network loopback", 1, MUON_COLUMNS),
     "muon network": lambda: _compared("compare_muon", "bfloat16 network 200mbit", 1, MUON_COLUMNS),
     "losses": lambda: _losses("tiny-1500.md"),
+    "losses tuned": lambda: _losses("tiny-tuned-1e-5-200.md"),
+    "losses tuned 1e-6": lambda: _losses("tiny-tuned-1e-6-200.md"),
     "losses main": lambda: _losses("main-500.md"),
     "losses gpt2": lambda: _losses("gpt2-1500.md"),
 }
