@@ -19,13 +19,13 @@ from torch.optim import AdamW, Muon
 import zcomm
 import zero
 from tests.ranks import run_ranks, topology
+from tests.zcomm.test_capped_changes import capped
 from tests.zero.models import batch, groups_of, loss_of, new_model
 from tests.zero.test_delta import check_an_overflow_changes_nothing
 from tests.zero.training import assert_same_bits, full_values, train, zero_optimizer
 from tests.zero.whole_optimizers import matrices_and_others
 from zcomm import ConfigError, LayoutError
 from zcomm._kernels import ulps
-from zcomm._transport import backend
 from zero import ZeroOptimizer
 from zero.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 
@@ -78,7 +78,7 @@ def test_after_each_step_forward_reads_the_rounded_masters(world_size: int, per_
 
 def _check_capped(rank: int) -> None:
     """As on GPUs, where messages are exchanged in rooms of a known length: a larger rate does not fit at once."""
-    with patch.object(backend.Hop, "takes_shorter", False):
+    with capped():
         _check_steps(rank, 2)
         for mode in (DELTAS[1], HPZ):
             model = new_model(torch.bfloat16)

@@ -21,13 +21,14 @@ def is_built() -> bool:
 def encode(new: Tensor, old: Tensor, message: Tensor) -> None:
     """Write the change from ``old`` to ``new``, both [n], bf16 or fp16, to uint8 ``message`` [max_message_nbytes(n)].
 
-    All are contiguous and on the current device; ``message`` is aligned to 4 bytes. Cost: about as much workspace as
+    All are contiguous and on one device; ``message`` is aligned to 4 bytes. Cost: about as much workspace as
     ``new``, and five launches.
     """
     numel, stream = new.numel(), torch.cuda.current_stream(new.device)
     workspace = torch.empty(calls.module.cuda_ulps_workspace_nbytes(numel), dtype=torch.uint8, device=new.device)
     arrays = new.data_ptr(), old.data_ptr(), numel, message.data_ptr()
-    calls.module.cuda_ulps_encode(*arrays, workspace.data_ptr(), stream.cuda_stream)
+    with torch.cuda.device(new.device):
+        calls.module.cuda_ulps_encode(*arrays, workspace.data_ptr(), stream.cuda_stream)
 
 
 def decode(message: Tensor, values: Tensor, is_valid: Tensor) -> None:
@@ -35,4 +36,5 @@ def decode(message: Tensor, values: Tensor, is_valid: Tensor) -> None:
     stream = torch.cuda.current_stream(values.device)
     workspace = torch.empty(calls.module.CUDA_ULPS_DECODE_NBYTES, dtype=torch.uint8, device=values.device)
     arrays = message.data_ptr(), message.numel(), values.data_ptr(), values.numel()
-    calls.module.cuda_ulps_decode(*arrays, workspace.data_ptr(), is_valid.data_ptr(), stream.cuda_stream)
+    with torch.cuda.device(values.device):
+        calls.module.cuda_ulps_decode(*arrays, workspace.data_ptr(), is_valid.data_ptr(), stream.cuda_stream)

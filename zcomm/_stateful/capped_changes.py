@@ -1,20 +1,22 @@
-"""Exact changes where both sides of an exchange must know its length: on GPUs, and on CPUs over other than gloo's TCP.
+"""Exact changes where both sides of an exchange must know its length: on GPUs, and wherever gloo does not use TCP.
 
 A message is as long as the change is rich, and on a GPU its length is known on the device alone. So each row has a
 capacity, which follows from the lengths of its last two messages:
 
     update     encode --> the first `capacity` bytes are exchanged --> decode what has all of its bytes
-               heads and verdicts are copied to the host; nothing waits for them
+               heads, and flags of what was decoded, are copied to the host; nothing waits for them
     rest       the host reads them: the capacities of the next update; what did not fit is exchanged and decoded
 
-:class:`zcomm.DeltaGather` asks for the rest when an update is waited for. Until then the host has queued the whole
-exchange and goes on; when it comes back for the values, the copies have usually arrived.
+:class:`zcomm.DeltaGather` asks for the rest when an update is waited for. On a GPU the host waits there until the
+copies have arrived; before, it has queued the whole exchange and goes on.
 
 Invariants:
     O3  The ranks of an exchange have the same capacities: those that exchange a row, or forward it, have all seen its
         head. So they agree without a message on what the next exchange has room for, and on whether one is missing.
     O4  Capacities change which bytes travel when, and no value: a message that was cut off is refused by the decoder,
         which leaves the row as it was, and decoded when the rest has come.
+    O5  With ZCOMM_CHECK=1 every room is that of the longest message, and nothing is left: ranks of other hops wait for
+        the checksums of every exchange, also of one that they have no part in.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from zcomm._base import env
 from zcomm._base.pending import Pending
 from zcomm._collectives.encoder import Encoder
 from zcomm._formats.message import MessageInfo
@@ -97,16 +100,18 @@ class CappedReplica(ExactReplica):
 
     def _exchange_and_decode(self, message: Tensor) -> Steps:
         capacities = self._capacities
+        if message.is_cuda:  # made on the caller's stream, and used on this one
+            message.record_stream(torch.cuda.current_stream(message.device))
         messages = {self._own: message[: capacities[self._own]]}
         yield from self._exchange(messages, capacities)
         rows = [row for row in messages if capacities[row]]
         heads = [messages[row][: ulps.HEAD_NBYTES] for row in rows]
-        verdicts = torch.ones(len(rows), 1, dtype=torch.int32, device=message.device)
-        for row, verdict in zip(rows, verdicts.unbind(), strict=True):
+        flags = torch.ones(len(rows), 1, dtype=torch.int32, device=message.device)
+        for row, flag in zip(rows, flags.unbind(), strict=True):
             if row != self._own:
-                _decode(messages[row], self._rows[row], verdict)
+                _decode(messages[row], self._rows[row], flag)
         if rows:
-            facts = torch.cat([torch.stack(heads), verdicts.view(torch.uint8)], dim=1)
+            facts = torch.cat([torch.stack(heads), flags.view(torch.uint8)], dim=1)
             whole = messages | {self._own: message}
             self._left = _Left({row: whole[row] for row in rows}, *_to_host(facts))
 
@@ -136,16 +141,18 @@ class CappedReplica(ExactReplica):
             of_rows = [missing.get(row, 0) for row in range(len(self._room))]
             yield from self._exchange(rests, of_rows)
             late = [row for row, nbytes in missing.items() if nbytes and row != self._own]
-            verdicts = torch.ones(len(late), 1, dtype=torch.int32, device=self._replica.device)
-            for row, verdict in zip(late, verdicts.unbind(), strict=True):
-                _decode(torch.cat([left.messages[row], rests[row]]), self._rows[row], verdict)
-            bad += [row for row, is_valid in zip(late, verdicts.flatten().tolist(), strict=True) if not is_valid]
+            flags = torch.ones(len(late), 1, dtype=torch.int32, device=self._replica.device)
+            for row, flag in zip(late, flags.unbind(), strict=True):
+                _decode(torch.cat([left.messages[row], rests[row]]), self._rows[row], flag)
+            bad += [row for row, is_valid in zip(late, flags.flatten().tolist(), strict=True) if not is_valid]
         if bad:
             raise MessageError(f"changes in ulps: the messages of rows {bad} were damaged on their way")
 
     @property
     def _capacities(self) -> list[int]:
         """Bytes of each row in the next exchange: O3."""
+        if env.is_set("ZCOMM_CHECK"):
+            return list(self._room)  # O5
         longest = [max(lengths, default=room) for lengths, room in zip(self._lengths, self._room, strict=True)]
         return [
             min(room, _up_to_4(nbytes + nbytes // MARGIN + MARGIN)) if room else 0
@@ -169,7 +176,7 @@ class CappedReplica(ExactReplica):
         """Exchange the rows of ``groups[i]`` of rank i of hop ``hop``, side by side."""
         over, _ = self._shards.route.hops[hop]
         sizes, device = [sum(nbytes[row] for row in rows) for rows in groups], self._replica.device
-        if over.size == 1 or not any(sizes):
+        if over.size == 1:
             return
         mine = [parts[row] for row in groups[over.rank] if nbytes[row]]
         sent = torch.cat(mine) if mine else torch.empty(0, dtype=torch.uint8, device=device)

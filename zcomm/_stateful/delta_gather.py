@@ -142,7 +142,8 @@ class DeltaGather:
         Args:
             shard: As in :meth:`refresh`, but not the replica's own row.
             random: required for a format that rounds stochastically, refused for others. A new key for each call.
-            async_op: return a Work at once.
+            async_op: return a Work at once. With exact changes on GPUs, and wherever gloo does not use TCP, its
+                ``wait()`` may exchange what had no room: wait for such works in the same order on every rank.
 
         Raises:
             StateError: No refresh since the start, :meth:`invalidate`, or a failed exchange.
@@ -150,6 +151,7 @@ class DeltaGather:
 
         Cost for each rank: that of an all-gather of n elements in the format. Scratch: the messages, and n elements in
         float32; with exact changes room for the longest messages, at most 4 bytes for each element of the replica.
+        Where exact changes need rooms (see ``async_op``), the first update after a refresh sends them in full.
         """
         check_random(random, self._format)
         if not self.is_valid:

@@ -116,6 +116,12 @@ class NodeReplica:
         if work is not None:
             work.wait()
 
+    def abandon(self) -> None:
+        """Wait until no exchange uses the replica, and raise its error. Values are undefined then. Not collective."""
+        work, self._work = self._work, None
+        if work is not None:
+            work.abandon()
+
     def update(self, shard: Tensor, *, random: RandomKey | None = None, async_op: bool = False) -> None:
         """Send the change of ``shard`` to all nodes, as :meth:`DeltaGather.update`. Collective between nodes.
 

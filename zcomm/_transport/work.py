@@ -179,6 +179,10 @@ class Work:
         if self._event is not None:
             self._event.wait(torch.cuda.current_stream(torch.cuda.current_device()))
 
+    def abandon(self) -> None:
+        """As :meth:`wait`, but start no further exchange that other ranks must join. The output may be undefined."""
+        self.wait()
+
     def is_completed(self) -> bool:
         """Whether ``wait()`` is known to return without waiting for other ranks. Always true on CUDA.
 
@@ -194,7 +198,11 @@ class Work:
 
 
 class WorkThen(Work):
-    """``work``, and then a call of ``then`` in the thread that waits for it first, which may be a collective."""
+    """``work``, and then a call of ``then`` in the thread that waits for it first.
+
+    ``then`` may be a collective. So ranks wait for such works in the same order, and call no other collective between
+    two such waits that others do not.
+    """
 
     def __init__(self, work: Work, then: Callable[[], object]) -> None:
         super().__init__(nothing())
@@ -210,6 +218,10 @@ class WorkThen(Work):
                 self._error = error
             if self._error is not None:
                 raise self._error
+
+    def abandon(self) -> None:
+        self._then.clear()
+        self._work.abandon()
 
     def is_completed(self) -> bool:
         """Whether ``work`` is; ``then`` may wait for other ranks."""

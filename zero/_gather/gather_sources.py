@@ -133,6 +133,9 @@ class DeltaReceiver(Protocol):
     def wait(self) -> None:
         """Wait for the exchange in flight, and raise its error."""
 
+    def close(self) -> None:
+        """Wait until no exchange is in flight, and raise its error. Not collective."""
+
 
 class BucketSources(NamedTuple):
     """Where the parameters of all buckets come from."""

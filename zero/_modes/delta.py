@@ -81,3 +81,9 @@ class FullReplica:
         work, self._work = self._work, None
         if work is not None:
             work.wait()
+
+    def close(self) -> None:
+        """Wait until no exchange uses the buffer, and raise its error. Not collective."""
+        work, self._work = self._work, None
+        if work is not None:
+            work.abandon()

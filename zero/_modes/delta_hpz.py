@@ -152,6 +152,10 @@ class Replica:
         """Wait for the exchange in flight, and raise its error."""
         self.node.wait()
 
+    def close(self) -> None:
+        """Wait until no exchange uses the replica, and raise its error. Not collective."""
+        self.node.abandon()
+
 
 class NodeSumReduction(GradientReduceScatter):
     """Sums inside the node in every backward; the last one of a step reduces these sums between the nodes."""

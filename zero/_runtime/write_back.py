@@ -129,7 +129,7 @@ class WriteBack(RuntimePart):
     def close(self) -> None:
         """Wait for exchanges of replicas that are in flight: their buffers must not be freed before."""
         for replica in self._gatherer.replicas.values():
-            replica.wait()
+            replica.close()
 
 
 def used_buckets(all_grads: Sequence[BucketGrads]) -> set[int]:
