@@ -8,7 +8,7 @@
     pip install -c constraints.txt -e '.[peers]'                 once, for DeepSpeed; or set PYTHONPATH to a copy
 
 The steps of all systems are interleaved in one process group, so that other load on the machine affects all of them
-alike. Networks are emulated by network namespaces and ``tc tbf``; loopback connects nodes at no rate's limit. Peak
+alike. Networks are emulated by network namespaces and ``tc tbf``; loopback has no limit of its rate. Peak
 memory is measured for each system in separate ranks. ``--batch network`` makes a small, network-bound step, ``compute``
 a large, compute-bound one;
 ``users`` is what users train with, at ``--hidden-size 512``: 13,003,776 parameters, 1,024 tokens a rank. ``main``: a
