@@ -27,15 +27,7 @@ from comparison.tables import INTERVAL, bases, markdown, of_accumulation, rates,
 NETWORK_COLUMNS = [
     "system", "step, ms", "tokens/s", "against FSDP2", "against the best peer", "wire, MB a node", "model states, MiB",
 ]  # fmt: skip
-STEPS_COLUMNS = [
-    "system",
-    "step, ms",
-    "tokens/s",
-    "against FSDP2",
-    "against the best peer",
-    "wire, MB a node",
-    INTERVAL,
-]
+STEPS_COLUMNS = [*NETWORK_COLUMNS, INTERVAL]
 MUON_COLUMNS = ["system", "step, ms", "tokens/s", "against the best peer", "wire, MB a node", "distance", INTERVAL]
 MACHINE_COLUMNS = [
     "system", "step, ms", "tokens/s", "against FSDP2", "against the best peer", "RSS, MiB", "model states, MiB",
