@@ -8,6 +8,9 @@ train_gpt.py after ``--train-iters`` steps. ``error`` is the relative error |dec
 one encoding; ``bias`` is that of the mean of 64 encodings, as in a sum over many steps: only stochastic rounding
 reduces it. ``#wrong`` counts elements whose error exceeds the format's bound: half a step of its codes, or one step
 with stochastic rounding; with rotation there is no bound.
+
+Two rows are for comparison, and no formats of this library: NVFP4, and a grid of equal steps whose codes are coded by
+their entropy, with the steps that give the error of ``GRID_AS``.
 """
 
 from __future__ import annotations
@@ -44,6 +47,8 @@ COLUMNS = [
     Column("decode_gbps", "decode(GB/s)", ".2f", is_measurement=True),
 ]
 NUM_REPEATS = 64
+GRID_AS = "nf4"
+NVFP4_BLOCK, NVFP4_VALUES = 16, (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 CAST_BOUNDS = {"bf16": 2.0**-8, "fp16": 2.0**-11}
 SLACK = 1 + 2.0**-7  # the scale is rounded up to bf16
 
@@ -156,6 +161,39 @@ class Coder:
         return bound.expand(-1, block).reshape(-1)[: self.x.numel()]
 
 
+def nvfp4(x: Tensor) -> Tensor:
+    """``x`` [n] in NVFP4: E2M1, an E4M3 scale for each 16 elements, which is relative to a float32 one for all."""
+    blocks = torch.nn.functional.pad(x, (0, -x.numel() % NVFP4_BLOCK)).view(-1, NVFP4_BLOCK)
+    largest, of_all = blocks.abs().amax(1, keepdim=True), x.abs().max() / (448 * NVFP4_VALUES[-1])
+    scale = (largest / NVFP4_VALUES[-1] / of_all).to(torch.float8_e4m3fn).float() * of_all
+    values = torch.tensor(NVFP4_VALUES)
+    codes = torch.bucketize((blocks / scale).nan_to_num(0.0).abs(), (values[1:] + values[:-1]) / 2)
+    return (values[codes] * scale * blocks.sign()).view(-1)[: x.numel()]
+
+
+def grid(x: Tensor, error: float) -> tuple[float, float]:
+    """Entropy in bits an element, and relative error, of ``x`` on a grid of equal steps that gives about ``error``."""
+    low, high = 0.0, float(x.abs().max())
+    for _ in range(30):
+        step = (low + high) / 2
+        codes = (x / step).round()
+        got = float((codes * step - x).norm() / x.norm())
+        low, high = (step, high) if got < error else (low, step)
+    share = codes.unique(return_counts=True)[1].double() / x.numel()
+    return -float((share * share.log2()).sum()), got
+
+
+def compared(x: Tensor) -> Iterator[dict[str, float | str]]:
+    """The rows of what is no format here."""
+    error = float((nvfp4(x) - x).norm() / x.norm())
+    yield {"format": "NVFP4", "bits": 4 + 8 / NVFP4_BLOCK, "error": error}
+    coder = Coder(get_format(GRID_AS), x)
+    coder.encode()
+    coder.decode()
+    bits, error = grid(x, coder.relative_error(coder.decoded))
+    yield {"format": "grid, entropy", "bits": bits, "error": error}
+
+
 def measure(coder: Coder, rounds: int) -> dict[str, float]:
     """Measure rates in GB/s of bytes read plus bytes written."""
     cases: dict[str, Callable[[], object]] = {"quantize": coder.encode, "decode": coder.decode}
@@ -186,6 +224,8 @@ def main() -> int:
                 "bias": coder.bias(),
             }
             report.row(row | measure(coder, arguments.rounds), num_wrong=num_wrong)
+        for other in compared(x):
+            report.row({"data": data} | other, num_wrong=0)
     return report.finish()
 
 
