@@ -35,7 +35,5 @@ def test_a_grid_has_the_entropy_of_theory() -> None:
     bits, got = formats.grid(x, error)
     assert got == pytest.approx(error, rel=0.01)
     assert bits == pytest.approx(6.0, abs=0.05)
-    bits, _ = formats.grid(
-        torch.randn(1 << 20), 0.0922
-    )  # theory: differential entropy - log2(step)
+    bits, _ = formats.grid(torch.randn(1 << 20), 0.0922)  # theory: differential entropy - log2(step)
     assert bits == pytest.approx(0.5 * math.log2(2 * math.pi * math.e) - math.log2(0.0922 * math.sqrt(12)), abs=0.01)
