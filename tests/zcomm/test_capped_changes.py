@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -19,7 +20,7 @@ from tests.ranks import run_ranks, topology
 from tests.rotation import DAY
 from tests.zcomm import test_exact_changes as exact
 from tests.zcomm.test_checked import checking
-from zcomm import DeltaGather, MessageError, NodeReplica
+from zcomm import DeltaGather, NodeReplica
 from zcomm._kernels import ulps
 from zcomm._stateful.capped_changes import CappedReplica
 from zcomm._stateful.exact_changes import ExactReplica
@@ -146,23 +147,9 @@ def test_a_message_has_room_for_the_last_two_and_its_rest_follows() -> None:
     run_ranks(4, _capped, _check_capacities)
 
 
-def _survives_damage(rank: int) -> tuple[bool, Tensor]:
-    """Whether the second update failed, and the replica after a refresh and two more."""
-    t, steps = zcomm.Topology(ranks_per_node=2), exact._stream(rank, 500, 6)
-    gather, has_failed = DeltaGather(torch.zeros(4 * 500, dtype=torch.bfloat16), t, format="exact"), False
-    gather.refresh(steps[0])
-    gather.update(steps[1])
-    try:
-        gather.update(steps[2])
-    except MessageError:
-        has_failed = True
-    gather.refresh(steps[3])
+def _check_agreed(gather: DeltaGather) -> None:
     assert isinstance(gather._uneven, CappedReplica)
     assert gather._uneven._capacities == gather._uneven._room, "one rank has not seen a length"
-    for values in steps[4:]:
-        gather.update(values)
-    t.close()
-    return has_failed, gather.replica.view(4, -1)
 
 
 @pytest.mark.parametrize("at", [DAY % ulps.HEAD_NBYTES, ulps.HEAD_NBYTES + DAY % 200])
@@ -182,7 +169,7 @@ def test_a_damaged_message_keeps_no_rank_waiting(at: int) -> None:
 
     simulation.network.flip = flip
     with capped():  # around all ranks: they are threads of one process
-        outcomes = simulation.run(_survives_damage)
+        outcomes = simulation.run(partial(exact.survives_damage, num_before=1, num_after=2, check=_check_agreed))
     assert [outcome.error for outcome in outcomes] == [None] * 4, f"ZERO_TEST_DAY={DAY}, {seen}"
     assert seen
     assert sorted(outcome.result[0] for outcome in outcomes) == [False, False, True, True], "one node"

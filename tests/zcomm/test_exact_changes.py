@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any
@@ -251,17 +251,23 @@ def test_after_an_error_of_one_rank_a_refresh_makes_replicas_equal() -> None:
     run_ranks(2, _check_one_rank_fails)
 
 
-def _survives_damage(rank: int) -> tuple[bool, Tensor]:
-    """Whether the first update failed, and the replica after a refresh and a second one."""
-    t, steps = zcomm.Topology(ranks_per_node=2), _stream(rank, 500, 4)
+def survives_damage(
+    rank: int, num_before: int = 0, num_after: int = 1, check: Callable[[DeltaGather], None] = lambda _: None
+) -> tuple[bool, Tensor]:
+    """Whether an update failed, after others and a refresh, and the replica after ``check``, a refresh and others."""
+    t, (first, *steps) = zcomm.Topology(ranks_per_node=2), _stream(rank, 500, 3 + num_before + num_after)
     gather, has_failed = DeltaGather(torch.zeros(4 * 500, dtype=torch.bfloat16), t, format="exact"), False
-    gather.refresh(steps[0])
+    gather.refresh(first)
+    for values in steps[:num_before]:
+        gather.update(values)
     try:
-        gather.update(steps[1])
+        gather.update(steps[num_before])
     except MessageError:
         has_failed = True
-    gather.refresh(steps[2])
-    gather.update(steps[3])
+    gather.refresh(steps[num_before + 1])
+    check(gather)
+    for values in steps[num_before + 2 :]:
+        gather.update(values)
     t.close()
     return has_failed, gather.replica.view(4, -1)
 
@@ -277,7 +283,7 @@ def test_a_damaged_head_on_the_first_hop_keeps_no_rank_waiting() -> None:
             flipped.append(True)
 
     simulation.network.flip = flip
-    outcomes = simulation.run(_survives_damage)
+    outcomes = simulation.run(survives_damage)
     assert [outcome.error for outcome in outcomes] == [None] * 4
     assert sorted(outcome.result[0] for outcome in outcomes) == [False, False, True, True], "one node"
     assert all(torch.equal(outcome.result[1], expected) for outcome in outcomes)
