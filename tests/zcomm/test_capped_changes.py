@@ -1,4 +1,4 @@
-"""Exact changes in rooms of a known length, as on GPUs: the same bits, whatever fits."""
+"""Exact changes in buffers of a size that both sides know, as on GPUs: the same bits, whatever fits."""
 
 # covers zcomm/_stateful/capped_changes.py
 

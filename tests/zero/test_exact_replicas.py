@@ -77,7 +77,7 @@ def test_after_each_step_forward_reads_the_rounded_masters(world_size: int, per_
 
 
 def _check_capped(rank: int) -> None:
-    """As on GPUs, where messages are exchanged in rooms of a known length: a larger rate does not fit at once."""
+    """As on GPUs, where both sides know the size of a message: those of a larger rate do not fit at once."""
     with capped():
         _check_steps(rank, 2)
         for mode in (DELTAS[1], HPZ):
@@ -91,7 +91,7 @@ def _check_capped(rank: int) -> None:
                     _check(model, optimizer)
 
 
-def test_with_rooms_of_a_known_length_too() -> None:
+def test_with_buffers_of_a_known_size_too() -> None:
     run_ranks(4, _check_capped)
 
 

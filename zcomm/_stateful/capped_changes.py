@@ -15,8 +15,8 @@ Invariants:
         head. So they agree without a message on what the next exchange has room for, and on whether one is missing.
     O4  Capacities change which bytes travel when, and no value: a message that was cut off is refused by the decoder,
         which leaves the row as it was, and decoded when the rest has come.
-    O5  With ZCOMM_CHECK=1 every room is that of the longest message, and nothing is left: ranks of other hops wait for
-        the checksums of every exchange, also of one that they have no part in.
+    O5  With ZCOMM_CHECK=1 capacities are those of the longest messages, so that no rest is exchanged: ranks of other
+        hops wait for the checksums of every exchange, and would not know of that one.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ MARGIN = 64
 
 @dataclass
 class _Left:
-    """What an update has left to be read."""
+    """What the host still has to read after an update."""
 
     messages: dict[int, Tensor]
     """The first bytes of every row's message; all of this rank's own."""
@@ -57,7 +57,7 @@ class _Left:
 
 
 class CappedReplica(ExactReplica):
-    """An :class:`ExactReplica` whose messages are exchanged in rooms of a known length.
+    """An :class:`ExactReplica` whose messages are sent in buffers of a size that both sides know.
 
     Args:
         replica, route, numbering, sizes, is_whole: As for :class:`ExactReplica`.
@@ -116,11 +116,11 @@ class CappedReplica(ExactReplica):
             self._left = _Left({row: whole[row] for row in rows}, *_to_host(facts))
 
     def rest_steps(self) -> Steps:
-        """Read what the last update has left, and exchange what did not fit. Collective, in the order of the updates.
+        """Read the heads of the last update's messages, and exchange what did not fit. Collective.
 
         Raises:
-            MessageError: A message was damaged on its way. If the next bytes of a message are missing, too, the other
-                ranks wait for this one.
+            MessageError: A message was damaged on its way. If in this update one did not fit, too, the other ranks
+                wait for this one until their time limit.
         """
         left, self._left = self._left, None
         if left is None:
@@ -211,8 +211,8 @@ def exact_replica(
             f"backend='nccl' does not exchange messages of different lengths, which format={EXACT!r} needs: leave out "
             "backend=, torch's own NCCL groups do"
         )
-    knows_none = replica.device.type == "cpu" and all(hop.size == 1 or hop.takes_shorter for hop, _ in route.hops)
-    return (ExactReplica if knows_none else CappedReplica)(replica, route, numbering, sizes, is_whole=is_whole)
+    takes_any = replica.device.type == "cpu" and all(hop.size == 1 or hop.takes_shorter for hop, _ in route.hops)
+    return (ExactReplica if takes_any else CappedReplica)(replica, route, numbering, sizes, is_whole=is_whole)
 
 
 def _encode(new: Tensor, old: Tensor, message: Tensor) -> None:

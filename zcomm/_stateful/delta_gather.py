@@ -151,7 +151,7 @@ class DeltaGather:
 
         Cost for each rank: that of an all-gather of n elements in the format. Scratch: the messages, and n elements in
         float32; with exact changes room for the longest messages, at most 4 bytes for each element of the replica.
-        Where exact changes need rooms (see ``async_op``), the first update after a refresh sends them in full.
+        Where ``wait()`` may exchange more (``async_op``), the first update after a refresh sends 16 bits an element.
         """
         check_random(random, self._format)
         if not self.is_valid:
