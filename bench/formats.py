@@ -9,8 +9,9 @@ one encoding; ``bias`` is that of the mean of 64 encodings, as in a sum over man
 reduces it. ``#wrong`` counts elements whose error exceeds the format's bound: half a step of its codes, or one step
 with stochastic rounding; with rotation there is no bound.
 
-Two rows are for comparison, and no formats of this library: NVFP4, and a grid of equal steps whose codes are coded by
-their entropy, with the steps that give the error of ``GRID_AS``.
+Rows with a ``gradient_error`` are what zcomm.NodeSums(relative_error=) sends: a grid whose steps follow from the error,
+entropy-coded. Two more are for comparison, and not in this library: NVFP4, and a grid with one step for all that has
+the error of ``GRID_AS``, with the entropy of its codes.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from zcomm import Format, get_format
 from zcomm._bench.harness import BenchReport, Column, interleave
 from zcomm._formats.message import MessageLayout, layout_of
 from zcomm._formats.philox import Draw
+from zcomm._kernels import grid as own_grid
 from zcomm._kernels import kernels
 
 FORMATS = [
@@ -47,6 +49,8 @@ COLUMNS = [
     Column("decode_gbps", "decode(GB/s)", ".2f", is_measurement=True),
 ]
 NUM_REPEATS = 64
+ERRORS = (0.05, 0.1, 0.15, 0.2, 0.3)
+"""Values of ``gradient_error``."""
 GRID_AS = "nf4"
 NVFP4_BLOCK, NVFP4_VALUES = 16, (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 CAST_BOUNDS = {"bf16": 2.0**-8, "fp16": 2.0**-11}
@@ -194,6 +198,24 @@ def compared(x: Tensor) -> Iterator[dict[str, float | str]]:
     yield {"format": "grid, entropy", "bits": bits, "error": error}
 
 
+def coded(x: Tensor, relative_error: float, rounds: int) -> dict[str, float | str]:
+    """The row of ``x`` if it is sent with this ``gradient_error``."""
+    message = torch.empty(own_grid.max_message_nbytes(x.numel()), dtype=torch.uint8)
+    used, decoded = own_grid.encode(x, relative_error, message)
+    times = interleave(
+        {
+            "quantize": lambda: own_grid.encode(x, relative_error, message),
+            "decode": lambda: own_grid.decode(message, x.numel()),
+        },
+        rounds=rounds,
+    )
+    return {
+        "format": f"gradient_error={relative_error:g}",
+        "bits": 8 * used / x.numel(),
+        "error": float((decoded - x).norm() / x.norm()),
+    } | {f"{name}_gbps": (x.nbytes + used) / timing.p50 / 1e9 for name, timing in times.items()}
+
+
 def measure(coder: Coder, rounds: int) -> dict[str, float]:
     """Measure rates in GB/s of bytes read plus bytes written."""
     cases: dict[str, Callable[[], object]] = {"quantize": coder.encode, "decode": coder.decode}
@@ -224,6 +246,8 @@ def main() -> int:
                 "bias": coder.bias(),
             }
             report.row(row | measure(coder, arguments.rounds), num_wrong=num_wrong)
+        for error in ERRORS:
+            report.row({"data": data} | coded(x, error, arguments.rounds), num_wrong=0)
         for other in compared(x):
             report.row({"data": data} | other, num_wrong=0)
     return report.finish()

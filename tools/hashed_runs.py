@@ -480,6 +480,7 @@ def _compressed() -> Iterable[tuple[str, Run | Then]]:
         exact = {"mode": mode, "changes": "exact", "ends_with_forward": True}
         yield f"exact-changes-stage{stage}", partial(plus, stage=stage, **exact)
     yield "delta_hpz", partial(plus, mode="delta_hpz")
+    yield "delta_hpz-gradient_error", partial(plus, mode="delta_hpz", gradient_error=0.15)
     yield "delta_hpz-accumulation2", partial(plus, mode="delta_hpz", loop={"num_micro": 2})
     yield (
         "delta_hpz-damped-residual-clipping",

@@ -65,6 +65,13 @@ CONFIGURATIONS = {
     "bf16-zero3-muon": Configuration("ZeRO-3 in bf16, Muon for the hidden matrices", has_muon=True),
     "delta-hpz-exact": Configuration("replicas with the bits of the masters", options=DELTA | {"changes": "exact"}),
     **{
+        f"delta-hpz-exact-{error:g}": Configuration(
+            f"the same, gradients entropy-coded with an error of {error:g}",
+            options=DELTA | {"changes": "exact", "gradient_error": error},
+        )
+        for error in (0.1, 0.15, 0.2, 0.3)
+    },
+    **{
         f"ddp-powersgd-{rank}": Configuration(
             f"DDP, gradients by PowerSGD of rank {rank}", torch.float32, powersgd_rank=rank
         )

@@ -27,6 +27,13 @@ def test_nvfp4_rounds_to_its_eight_magnitudes() -> None:
     assert not got[19:].any(), "a block of zeros, and one that is not whole"
 
 
+def test_coded_gradients_have_the_error_that_is_asked_for() -> None:
+    torch.manual_seed(0)
+    row = formats.coded(torch.randn(1 << 18), 0.15, 1)
+    assert row["error"] == pytest.approx(0.15, rel=0.02)
+    assert row["bits"] == pytest.approx(0.5 * math.log2(2 * math.pi * math.e / 12) - math.log2(0.15), abs=0.05)
+
+
 def test_a_grid_has_the_entropy_of_theory() -> None:
     """With fine steps d a uniform distribution over [0, 1) has log2(1 / d) bits, and an error of d / sqrt(12)."""
     torch.manual_seed(0)

@@ -132,7 +132,7 @@ class UnevenShards:
     ) -> Pending | None:
         """Start sending ``sent[i]``, the messages of ``groups[i]``, to rank i of hop number ``hop``."""
         over, wire = self.route.hops[hop]
-        for peer, (part, link) in enumerate(zip(sent, _links(self.route, over), strict=True)):
+        for peer, (part, link) in enumerate(zip(sent, links_of(self.route, over), strict=True)):
             if part.numel() and peer != over.rank:
                 record((self.route.operation, str(wire), link), 1, self.numel(groups[peer]), part.nbytes)
         info = MessageInfo(self.route.operation, str(wire), sum(map(self.numel, groups)))
@@ -151,7 +151,7 @@ class UnevenShards:
         return backend.exchange_parts(*parts, self.route.hops[hop][0], info, of_all, operation=operation, sizes=sizes)
 
 
-def _links(route: Route, hop: Hop) -> list[str]:
+def links_of(route: Route, hop: Hop) -> list[str]:
     """The link class to each rank of ``hop``."""
     if not hop.num_intra_peers or not hop.num_inter_peers:
         return ["inter" if hop.num_inter_peers else "intra"] * hop.size

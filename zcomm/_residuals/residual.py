@@ -445,7 +445,11 @@ class Residual:
         """Store the new residual of N10: ``values`` [num_rows, numel], u, minus decoded ``messages``; overwrites u."""
         decoded = torch.empty(values.shape, dtype=torch.float32, device=values.device)
         kernels.decode(messages, layout, decoded, values.shape[1], 0)
-        self._uncommitted().encode(values.sub_(decoded), first, layout.kernels)
+        self.keep_difference(values, decoded, first, layout.kernels)
+
+    def keep_difference(self, values: Tensor, decoded: Tensor, first: int, kernels: str = "auto") -> None:
+        """Store ``values`` - ``decoded``, both [num_rows, numel], as the new residual; overwrites ``values``."""
+        self._uncommitted().encode(values.sub_(decoded), first, kernels)
 
 
 def _quotient(new: float | Tensor, old: float | Tensor) -> float | Tensor:

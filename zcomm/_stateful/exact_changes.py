@@ -100,7 +100,7 @@ class ExactReplica(UnevenReplica):
         sent = [mine if rank != over.rank else mine[:0] for rank in range(over.size)]
         # The same on the hops of all nodes, as the tags of paired hops are equal.
         yield backend.exchange_parts(
-            received, sent, over, info, sum(self._room), operation=UNEVEN_GATHER, sizes=sizes, used=used
+            received, sent, over, info, sum(self._room), operation=UNEVEN_GATHER, sizes=sizes, used=[used] * over.size
         )
         return {row: part for rows, room in zip(groups, received, strict=True) for row, part in self._parts(rows, room)}
 

@@ -270,7 +270,7 @@ def exchange_parts(
     *,
     operation: str = UNEVEN,
     sizes: Sequence[int] = (),
-    used: int | None = None,
+    used: Sequence[int] | None = None,
 ) -> Pending | None:
     """Start sending contiguous ``sent[i]`` to rank i; ``received[j]`` comes from rank j. Empty parts are not sent.
 
@@ -286,8 +286,9 @@ def exchange_parts(
         operation: UNEVEN, or UNEVEN_GATHER: rank i sends ``sizes[i]`` bytes to every other rank, or UNEVEN_SCATTER: it
             receives so many from every other rank.
         sizes: The same on all ranks of the hop. With them the watch can complete the exchange.
-        used: Send the first so many bytes of each part, and leave the rest of what receives them as it is; only if the
-            hop :attr:`~Hop.takes_shorter`. Checksums are of whole parts: with ZCOMM_CHECK=1 both must have zeros there.
+        used: Send the first ``used[i]`` bytes of part i, and leave the rest of what receives them as it is; only if
+            the hop :attr:`~Hop.takes_shorter`. Checksums are of whole parts: with ZCOMM_CHECK=1 both must have zeros
+            there.
     """
     received, sent = [_bytes(part) for part in received], [_bytes(part) for part in sent]
     if hop.group is None:
@@ -321,10 +322,10 @@ def _exchange_parts(
     number: int,
     call: CollectiveCall,
     info: MessageInfo,
-    used: int | None = None,
+    used: Sequence[int] | None = None,
 ) -> Pending:
     if hop.is_tagged(sent[0].device.type):
-        short = sent if used is None else [part[:used] for part in sent]
+        short = sent if used is None else [part[:n] for part, n in zip(sent, used, strict=True)]
         pending: Pending = _send_and_receive(received, short, hop, tag_of(number, call), some_are_empty=True)
     else:
         pending = cast(Pending, dist.all_to_all(received, sent, group=hop.group, async_op=True))

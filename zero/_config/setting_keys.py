@@ -88,6 +88,14 @@ class WireSettings:
         "for weights",
         active_if="stage 1+",
     )
+    gradient_error: float = key(
+        0.0,
+        "send gradients between nodes with this relative error (of the root mean square of 4,096 elements, 0.001 to "
+        "0.5), entropy-coded, instead of in a format: 0.15 takes 2.7 to 3.0 bits an element, 0.1 3.3 to 3.6 (nf4: "
+        "4.25). Parameters in host memory, over gloo. 0: gradient_format's",
+        minimum=0,
+        active_if="delta_hpz",
+    )
     backend: BackendWish = key(
         "auto",
         "what carries weights and gradients. torch: torch's process groups. nccl: zcomm's C++ communicator over NCCL, "

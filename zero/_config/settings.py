@@ -9,6 +9,7 @@ import torch
 
 from zcomm import ConfigError, Topology, TopologyError, get_format
 from zcomm._collectives.auto_format import AUTO
+from zcomm._kernels.grid import check_error
 from zcomm._residuals.residual import check_damping
 from zcomm._transport.backend_choice import BackendName, BackendWish, KernelsName  # noqa: F401  (inherited fields)
 from zero._config.keys import key, own_keys
@@ -72,6 +73,7 @@ class ZeroSettings(StageSettings, WireSettings):
                 value = read_value(definition.kind, definition.key, given[name], name)
                 object.__setattr__(self, name, value)  # frozen
         self._check_auto()
+        check_error("gradient_error", self.gradient_error)
         check_damping(self.residual_beta, self.residual_reset_interval, prefix="residual_")
         allowed = (None, torch.float32, torch.bfloat16, torch.float16, torch.float64)
         if self.gradient_dtype not in allowed:
@@ -106,6 +108,8 @@ class Effective:
     """The mode in effect."""
     mode_text: str = ""
     """What it does."""
+    gradient_error: float = 0.0
+    """Not 0: gradients are sent between nodes with this relative error, entropy-coded."""
     change_format: str | None = None
     """The format of parameters' deltas, in modes that send those, or "exact"; None: parameters are sent."""
     align: int
@@ -140,6 +144,8 @@ class Effective:
 
     def __str__(self) -> str:
         grads = "parameter dtype" if self.gradient_formats is None else " -> ".join(self.gradient_formats)
+        if self.gradient_formats is not None and self.gradient_error:
+            grads = f"{self.gradient_formats[0]} -> entropy-coded, error {self.gradient_error:g}"
         text = (
             f"ZeRO stage {self.stage.number} on {self.topology}: weights as {self.weight_format}, gradients as "
             f"{grads}, secondary partition (hpZ) {f'on, {self.secondary_location}' if self.has_secondary else 'off'}"
@@ -165,6 +171,8 @@ def resolve(settings: ZeroSettings, topology: Topology) -> Effective:
         weights, gradients = "none", None if is_quantized else gradients
     if settings.mode is None and settings.changes == EXACT:
         inactive.append("changes='exact' (without a mode parameters are sent, not their changes)")
+    if settings.mode != "delta_hpz" and settings.gradient_error:
+        inactive.append(f"gradient_error={settings.gradient_error:g} (only mode='delta_hpz' keeps residuals)")
     if settings.mode != "delta_hpz" and (settings.residual_beta != 1 or settings.residual_reset_interval):
         inactive.append("residual_beta, residual_reset_interval (only mode='delta_hpz' keeps residuals)")
     has_secondary = _secondary(settings, topology, stage, inactive)
@@ -179,6 +187,7 @@ def resolve(settings: ZeroSettings, topology: Topology) -> Effective:
         stage=stage,
         weight_format=weights,
         gradient_formats=gradients,
+        gradient_error=settings.gradient_error if settings.mode == "delta_hpz" else 0.0,
         has_secondary=has_secondary,
         secondary_location="in host memory" if settings.hpz_secondary_device == "cpu" else "on the device",
         align=align,

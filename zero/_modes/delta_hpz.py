@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zcomm import LayoutError, NodeReplica, NodeSums, Residual, Span, Topology, Work
+from zcomm import ConfigError, LayoutError, NodeReplica, NodeSums, Residual, Span, Topology, Work
 from zcomm._residuals.grad_scaler import UserLossScale
 from zero._config.settings import UNQUANTIZED, Effective, ZeroSettings
 from zero._gather.gather_sources import BucketSources, GatherOptions, Primary
@@ -67,7 +67,13 @@ class DeltaHpz(DeltaMode):
         }
 
     def remaining(self, settings: ZeroSettings, inactive: list[str]) -> ZeroSettings:
-        gradients = settings.gradient_format or GRADIENT_FORMAT
+        default = (GRADIENT_FORMAT[0], "none") if settings.gradient_error else GRADIENT_FORMAT
+        gradients = settings.gradient_format or default
+        if settings.gradient_error and (gradients if isinstance(gradients, str) else gradients[1]) != "none":
+            raise ConfigError(
+                f"gradient_error={settings.gradient_error:g} chooses what is sent between nodes: leave out "
+                f"gradient_format={settings.gradient_format!r}, or make it (inside the node, 'none')"
+            )
         self.check_rounding(*((gradients,) if isinstance(gradients, str) else gradients))
         if settings.quantized_gradients:
             inactive.append(
@@ -190,17 +196,19 @@ class NodeSumReduction(GradientReduceScatter):
                 f"mode={self.settings.mode!r} sums gradients in float32: parameter {name!r} has float64 gradients; "
                 "use float32, bfloat16 or float16, or leave out the mode"
             )
-        residual = None
-        if formats[1] not in UNQUANTIZED:
+        residual, sizes, error = None, bucket.layout.sizes, self.effective.gradient_error
+        if error and sizes is None:  # rows that are coded lie as if they differed
+            sizes = (bucket.shard_numel,) * self.topology.world_size
+        if error or formats[1] not in UNQUANTIZED:
             spans = [Span(slot.name, slot.offset, slot.numel) for slot in bucket.layout.slots]
             residual = Residual(
                 self.topology, spans, bucket.layout.numel, numbering="local", device=bucket.device,
                 beta=self.settings.residual_beta, reset_interval=self.settings.residual_reset_interval,
-                shard_sizes=bucket.layout.sizes,
+                shard_sizes=sizes,
             )  # fmt: skip
             self.residuals.append(residual)
-        options: dict[str, Any] = {"device": bucket.device, "residual": residual, "shard_sizes": bucket.layout.sizes}
-        self._sums[bucket.index] = NodeSums(self.topology, bucket.shard_numel, formats, **options)
+        options: dict[str, Any] = {"device": bucket.device, "residual": residual, "shard_sizes": sizes}
+        self._sums[bucket.index] = NodeSums(self.topology, bucket.shard_numel, formats, relative_error=error, **options)
 
     def start(self, grads: BucketGrads, full: Tensor, output: Tensor | None) -> list[Work]:
         """Start reducing ``full`` to ``output``; None: to the node sums."""

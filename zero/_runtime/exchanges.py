@@ -24,6 +24,7 @@ from typing import NamedTuple, cast
 import torch
 
 from zcomm import Topology
+from zcomm._kernels.grid import expected_bits
 from zcomm._transport.backend_choice import BackendName, KernelsName
 from zcomm._transport.topology import Numbering
 from zcomm.volume import (
@@ -131,7 +132,11 @@ class Exchanges:
         wire = self.effective.gradient_formats or (narrow, narrow)
         chunks = _sizes(layout.chunks(self.settings.reduce_bucket_size))
         parts = chunks if self.mode.is_chunked else [layout.shard_numel]
-        return self._moved(reduce_scatter_sent, layout, parts, self.gradient_dtype, wire)
+        moved = self._moved(reduce_scatter_sent, layout, parts, self.gradient_dtype, wire)
+        if not self.effective.gradient_error:
+            return moved
+        between = moved.sent.inter * expected_bits(self.effective.gradient_error) / (8 * self.gradient_dtype.itemsize)
+        return moved._replace(sent=moved.sent._replace(inter=int(between)))
 
     def write_back(self, layout: BucketLayout) -> MovedBytes:
         """The gather after a step: below stage 3 of new parameters (stage 0: of gradients), or of deltas."""
