@@ -31,6 +31,7 @@ MODES: dict[str, dict[str, Any]] = {
     "delta_hpz": {**SHARDED, "mode": "delta_hpz"},
     "delta, exact": {"stage": 1, "mode": "delta", "changes": "exact", "bf16": {"enabled": True}},
     "delta_hpz, exact": {**SHARDED, "mode": "delta_hpz", "changes": "exact", "bf16": {"enabled": True}},
+    "delta_hpz, coded": {**SHARDED, "mode": "delta_hpz", "gradient_error": 0.15},
     "offloaded": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
     "delayed": {"stage": 2, "offload_optimizer": {"device": "cpu"}, "delayed_update": True, "delay_start": 1},
     "files": {"stage": 2, "offload_optimizer": {"device": "nvme"}},

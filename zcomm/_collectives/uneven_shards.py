@@ -188,7 +188,7 @@ def _run(steps: Steps, full: Tensor, shard: Tensor, shards: UnevenShards, option
         return run(steps, full, shard, async_op=options.async_op, queue=route.queue, num_exchanges=len(route.hops))
 
 
-def of_sizes(numbering: Numbering, numels: Sequence[int]) -> AbstractContextManager[None]:
+def of_sizes(numbering: str, numels: Sequence[int]) -> AbstractContextManager[None]:
     """A context whose exchanges match those of ranks with the same shards only; these have ``numels`` elements."""
     # Other sizes may have the same sum. Exchanges of ranks that differ must not match: gloo ends a process that
     # receives more than it expects. Here they wait, and the watch finds them.

@@ -9,13 +9,15 @@ Messages are as long as the sums are rich, which only the sender knows: they are
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
 
 from zcomm._base import env
-from zcomm._collectives.uneven_shards import links_of
+from zcomm._collectives.uneven_shards import links_of, of_sizes
 from zcomm._formats.formats import Format
 from zcomm._formats.message import MessageInfo
 from zcomm._kernels import grid
@@ -50,12 +52,17 @@ class CodedSums(UnevenSums):
         _, hop = separate_hops(topology)
         if hop.size > 1 and not (device.type == "cpu" and hop.takes_shorter):
             raise BackendUnavailableError(
-                f"relative_error={relative_error} sends messages of unknown length, which are received in host memory "
-                f"over gloo's TCP only, got {device}: use a format, such as 'nf4'"
+                "gradients of a given error are messages of unknown length, which are received in host memory, over "
+                f"gloo, on Linux: relative_error={relative_error} on {device}, backend {hop.backend!r}, "
+                f"{sys.platform}; use a format, such as 'nf4'"
             )
         super().__init__(route, topology, formats, sizes)
         self._relative_error = relative_error
         self._room = [grid.max_message_nbytes(numel) if numel else 0 for numel in self._shards.numels]
+
+    def among_equals(self) -> AbstractContextManager[None]:
+        """A context whose exchanges match those of ranks with the same sizes and error only."""
+        return of_sizes(f"local, error {self._relative_error!r}", self.sizes)
 
     def reduce_between_nodes(self, values: Tensor, output: Tensor, residual: Residual | None) -> Steps:
         """Hop 2: write the mean of ``values`` [pack_numel], which are overwritten, to ``output``."""
@@ -64,43 +71,43 @@ class CodedSums(UnevenSums):
             yield from super().reduce_between_nodes(values, output, residual)
             return
         rooms = [self._room[row] for row in self._pack]
-        messages, used = [torch.empty(room, dtype=torch.uint8) for room in rooms], [0] * hop.size
-        own = self._encode_rows(values, messages, used, residual)
-        size = rooms[hop.rank]
-        received = [messages[0].new_empty(size if rank != hop.rank else 0) for rank in range(hop.size)]
+        messages = [torch.empty(n if i != hop.rank else 0, dtype=torch.uint8) for i, n in enumerate(rooms)]
+        used, own = self._encode_rows(values, messages, residual)
+        received = [torch.empty(rooms[hop.rank] if i != hop.rank else 0, dtype=torch.uint8) for i in range(hop.size)]
         if env.is_set("ZCOMM_CHECK"):  # checksums are of all of the room
             for part in (*(message[n:] for message, n in zip(messages, used, strict=True)), *received):
                 part.zero_()
         for peer, link in enumerate(links_of(self._route, hop)):
-            if used[peer] and peer != hop.rank:
+            if used[peer]:
                 record((self._route.operation, grid.NAME, link), 1, self._numels[peer], used[peer])
         info = MessageInfo(self._route.operation, grid.NAME, self.pack_numel)
-        messages[hop.rank] = messages[hop.rank][:0]
         # The same on the hops of all nodes, as the tags of paired hops are equal.
         yield backend.exchange_parts(
             received, messages, hop, info, sum(self._room), operation=UNEVEN_SCATTER, sizes=rooms, used=used
         )
         if output.numel():
-            parts = [own if rank == hop.rank else grid.decode(part, own.numel()) for rank, part in enumerate(received)]
-            total = parts[0].clone() if parts[0] is own else parts[0]
-            for part in parts[1:]:
-                total.add_(part)
+            total = torch.zeros(output.numel())
+            for i, part in enumerate(received):
+                total.add_(own if i == hop.rank else grid.decode(part, own.numel()))
             output.copy_(total.div_(world_size))
 
     def _encode_rows(
-        self, values: Tensor, messages: Sequence[Tensor], used: list[int], residual: Residual | None
-    ) -> Tensor:
-        """Fill ``messages`` and ``used``; the decoded values of this rank's own row."""
-        own = values[:0]
+        self, values: Tensor, messages: Sequence[Tensor], residual: Residual | None
+    ) -> tuple[list[int], Tensor]:
+        """Fill ``messages``; the bytes used of each, and this rank's own row as others would decode it."""
+        own_row, used, own = self._route.hops[1][0].rank, [0] * len(messages), values[:0]
         for i, row in enumerate(torch.split(values, self._numels)):
             if not row.numel():
                 continue
             start = residual.row_starts[i] if residual is not None else 0
             if residual is not None:
                 residual.add_to_(row.view(1, -1), start)
-            used[i], decoded = grid.encode(row, self._relative_error, messages[i])
+            rounded = grid.round_to_grid(row, self._relative_error)
+            if i != own_row:
+                used[i] = grid.encode(rounded, messages[i])
+            decoded = rounded.values()
             if residual is not None:
                 residual.keep_difference(row.view(1, -1), decoded.view(1, -1), start)
-            if i == self._route.hops[1][0].rank:
+            if i == own_row:
                 own = decoded
-        return own
+        return used, own

@@ -172,7 +172,7 @@ def resolve(settings: ZeroSettings, topology: Topology) -> Effective:
     if settings.mode is None and settings.changes == EXACT:
         inactive.append("changes='exact' (without a mode parameters are sent, not their changes)")
     if settings.mode != "delta_hpz" and settings.gradient_error:
-        inactive.append(f"gradient_error={settings.gradient_error:g} (only mode='delta_hpz' keeps residuals)")
+        inactive.append(f"gradient_error={settings.gradient_error:g} (set mode='delta_hpz')")
     if settings.mode != "delta_hpz" and (settings.residual_beta != 1 or settings.residual_reset_interval):
         inactive.append("residual_beta, residual_reset_interval (only mode='delta_hpz' keeps residuals)")
     has_secondary = _secondary(settings, topology, stage, inactive)

@@ -154,7 +154,7 @@ class Reducer(RuntimePart):
     def _mean_dtype(self, bucket: Bucket, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which means are copied to the host: that of the exchange, if it sends a plain dtype."""
         wire = self._effective.gradient_formats
-        is_exact = wire is not None and "none" in wire
+        is_exact = wire is not None and "none" in wire and not self._effective.gradient_error
         return dtype if is_exact or bucket.dtype.itemsize >= dtype.itemsize else bucket.dtype
 
     def start_backward(self) -> None:

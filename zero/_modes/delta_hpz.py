@@ -66,20 +66,22 @@ class DeltaHpz(DeltaMode):
             "hpz_secondary_device='cpu' (replicas are on the device)": settings.hpz_secondary_device == "cpu",
         }
 
+    def check(self, settings: ZeroSettings) -> None:
+        given = settings.gradient_format
+        if settings.gradient_error and given is not None and (given if isinstance(given, str) else given[1]) != "none":
+            raise ConfigError(
+                f"gradient_error={settings.gradient_error:g} chooses what is sent between nodes: leave out "
+                f"gradient_format={given!r}, or make it (inside the node, 'none')"
+            )
+
     def remaining(self, settings: ZeroSettings, inactive: list[str]) -> ZeroSettings:
         default = (GRADIENT_FORMAT[0], "none") if settings.gradient_error else GRADIENT_FORMAT
         gradients = settings.gradient_format or default
-        if settings.gradient_error and (gradients if isinstance(gradients, str) else gradients[1]) != "none":
-            raise ConfigError(
-                f"gradient_error={settings.gradient_error:g} chooses what is sent between nodes: leave out "
-                f"gradient_format={settings.gradient_format!r}, or make it (inside the node, 'none')"
-            )
         self.check_rounding(*((gradients,) if isinstance(gradients, str) else gradients))
         if settings.quantized_gradients:
-            inactive.append(
-                f"quantized_gradients (mode={self.name!r}: gradients are sent as {gradients}; set gradient_format for "
-                "others)"
-            )
+            error = settings.gradient_error
+            sent = f"with gradient_error={error:g}" if error else f"as {gradients}; set gradient_format for others"
+            inactive.append(f"quantized_gradients (mode={self.name!r}: gradients are sent {sent})")
         if settings.hpz_partition_size > 1:
             inactive.append(f"hpz_partition_size (mode={self.name!r}: every node has a replica already)")
         return replace(settings, gradient_format=gradients, quantized_gradients=False, hpz_partition_size=1)

@@ -29,8 +29,10 @@ class DeltaMode(Mode):
         if requested := [what for what, is_requested in refused.items() if is_requested]:
             raise ConfigError(f"mode={self.name!r} is not combined with {'; '.join(requested)}: leave out one of them")
         changes, inactive = self._changes(settings), list[str]()
+        self.check(settings)
         if topology.num_nodes == 1:
-            effective = resolve(replace(settings, mode=None, weight_format=None, changes="quantized"), topology)
+            plain = replace(settings, mode=None, weight_format=None, changes="quantized", gradient_error=0.0)
+            effective = resolve(plain, topology)
             return effective.with_notes(inactive=(f"mode={self.name!r} (one node: nothing crosses a network)",))
         if settings.quantized_weights:
             inactive.append(f"quantized_weights (mode={self.name!r}: deltas of parameters are sent, as {changes})")
@@ -57,6 +59,9 @@ class DeltaMode(Mode):
         for name in formats:
             if get_format(name).is_random:
                 raise ConfigError(f"mode={self.name!r} rounds to nearest: format={name!r} rounds stochastically")
+
+    def check(self, settings: ZeroSettings) -> None:
+        """Refuse settings that contradict each other, also where the mode has no effect."""
 
     def refused(self, settings: ZeroSettings) -> dict[str, bool]:
         """By what it is, whether ``settings`` ask for something that the mode does not combine with."""

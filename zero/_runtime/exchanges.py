@@ -24,7 +24,7 @@ from typing import NamedTuple, cast
 import torch
 
 from zcomm import Topology
-from zcomm._kernels.grid import expected_bits
+from zcomm._kernels.grid import expected_nbytes
 from zcomm._transport.backend_choice import BackendName, KernelsName
 from zcomm._transport.topology import Numbering
 from zcomm.volume import (
@@ -132,11 +132,19 @@ class Exchanges:
         wire = self.effective.gradient_formats or (narrow, narrow)
         chunks = _sizes(layout.chunks(self.settings.reduce_bucket_size))
         parts = chunks if self.mode.is_chunked else [layout.shard_numel]
-        moved = self._moved(reduce_scatter_sent, layout, parts, self.gradient_dtype, wire)
-        if not self.effective.gradient_error:
-            return moved
-        between = moved.sent.inter * expected_bits(self.effective.gradient_error) / (8 * self.gradient_dtype.itemsize)
-        return moved._replace(sent=moved.sent._replace(inter=int(between)))
+        if self.effective.gradient_error:
+            return self._reduce_coded(layout, wire)
+        return self._moved(reduce_scatter_sent, layout, parts, self.gradient_dtype, wire)
+
+    def _reduce_coded(self, layout: BucketLayout, wire: Pair) -> MovedBytes:
+        """Rows are sent as if they differed in length, and between nodes they are messages of expected lengths."""
+        nodes = self.shape.num_nodes, self.shape.ranks_per_node
+        sizes = layout.sizes or (layout.shard_numel,) * layout.world_size
+        sent = uneven_reduce_scatter_sent(sizes, self._row, self.gradient_dtype, *nodes, wire, "local")
+        first = self._row - self._row % self.shape.num_nodes
+        rows = [row for row in range(first, first + self.shape.num_nodes) if row != self._row]
+        between = sum(expected_nbytes(sizes[row], self.effective.gradient_error) for row in rows)
+        return MovedBytes(sent._replace(inter=between), exchanged(1, *nodes, wire))
 
     def write_back(self, layout: BucketLayout) -> MovedBytes:
         """The gather after a step: below stage 3 of new parameters (stage 0: of gradients), or of deltas."""
