@@ -51,7 +51,7 @@ ZEROPP = {"quantized_weights": True, "quantized_gradients": True}
 CONFIGURATIONS = {
     "fp32-ddp": Configuration("DDP in float32", torch.float32, is_ddp=True),
     "bf16-zero3": Configuration("ZeRO-3, everything in bf16"),
-    "zeropp-paper": _recipe("zeropp-paper", "ZeRO++ as published: blocks of 2048"),
+    "zeropp-paper": _recipe("zeropp-paper", "ZeRO++ in blocks of 2048"),
     "zeropp": _recipe("zeropp", "ZeRO++ in small blocks"),
     "accurate": _recipe("accurate", "formats of the recipe, without a residual"),
     "smallest": _recipe("smallest", "formats of the recipe"),

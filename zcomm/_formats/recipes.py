@@ -87,7 +87,7 @@ RECIPES = {
             gradients=("int4/2048", "int4/2048"),
             reduced="int8/2048",
             error=0.215,
-            description="ZeRO++ as published, in blocks of 2048: 2 percent fewer bytes, a quarter more error",
+            description="ZeRO++ in blocks of 2048: 2 percent fewer bytes, a quarter more error",
         ),
         Recipe(
             name="accurate",
