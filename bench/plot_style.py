@@ -27,9 +27,9 @@ GAP = 0.055
 
 
 def style_of(system: str) -> dict[str, str]:
-    """Return the style of ``system``: dashed if it accumulates micro-batches, dotted with exact changes or Muon."""
+    """Return the style of ``system``: dashed if it accumulates micro-batches, dotted with exact changes or Muon, both if gradients are coded."""
     colour = next((colour for part, colour in COLOURS.items() if part in system.lower()), OTHER)
-    dashes = {"x4": "--", "exact": ":", "muon": ":"}
+    dashes = {"x4": "--", "exact": ":", "muon": ":", "0.15": "-."}
     return {"color": colour, "linestyle": next((dash for end, dash in dashes.items() if system.endswith(end)), "-")}
 
 

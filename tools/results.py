@@ -47,6 +47,7 @@ CONFIGURATIONS = {
     "delta-hpz": "",
     "delta-hpz-x4": "the batch in four parts",
     "delta-hpz-exact": "changes without loss",
+    "delta-hpz-exact-0.15": "the same, `gradient_error=0.15`",
     "bf16-zero3-muon": "Muon for the matrices",
     "delta-hpz-muon": "Muon for the matrices",
     "delta-hpz-muon-int8": "the same, with wider gradients",

@@ -14,7 +14,16 @@ from side_by_side.report import Row
 
 __all__ = ["draw", "figure_of"]
 
-RECIPES = (BASELINE, "zeropp", "accurate", "smallest", "delta-hpz-exact", "zeropp-x4", "bf16-zero3-x4")
+RECIPES = (
+    BASELINE,
+    "zeropp",
+    "accurate",
+    "smallest",
+    "delta-hpz-exact",
+    "delta-hpz-exact-0.15",
+    "zeropp-x4",
+    "bf16-zero3-x4",
+)
 """What the second row of panels shows, if there is more than the first can: formats of ZeRO++, exact changes."""
 PANEL_INCHES = (6.5, 4.0)
 
