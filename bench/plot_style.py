@@ -27,7 +27,10 @@ GAP = 0.055
 
 
 def style_of(system: str) -> dict[str, str]:
-    """Return the style of ``system``: dashed if it accumulates micro-batches, dotted with exact changes or Muon, both if gradients are coded."""
+    """Return the style of ``system``: dashed if it accumulates micro-batches, dotted with exact changes or Muon.
+
+    Of both kinds if gradients are coded, too.
+    """
     colour = next((colour for part, colour in COLOURS.items() if part in system.lower()), OTHER)
     dashes = {"x4": "--", "exact": ":", "muon": ":", "0.15": "-."}
     return {"color": colour, "linestyle": next((dash for end, dash in dashes.items() if system.endswith(end)), "-")}

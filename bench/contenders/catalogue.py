@@ -71,6 +71,14 @@ ENTRIES |= {
     "delta-hpz reshard=False": Entry(3, "zero_optimizer", DELTA | KEPT),
     "delta-hpz no_sync x4": Entry(3, "zero_optimizer", DELTA | KEPT | {"accumulation": 4, "has_no_sync": True}),
 }
+ENTRIES |= {
+    "zcomm ddp": Entry(0, "ddp", {"gradient_as_bucket_view": True, "recipe": "smallest"}),
+    "zcomm fsdp2 reshard=False": Entry(2, "fsdp2", {"reshard_after_forward": False, "recipe": "zeropp"}),
+    "zcomm hsdp reshard=False": Entry(
+        2, "fsdp2", {"reshard_after_forward": False, "is_hybrid": True, "recipe": "zeropp"}
+    ),
+}
+"""One line of this library under DDP and FSDP2."""
 POWERSGD = {f"ddp powersgd {rank}": {"gradient_as_bucket_view": True, "powersgd_rank": rank} for rank in (4, 16)}
 ENTRIES |= {name: Entry(0, "ddp", options) for name, options in POWERSGD.items()}
 ENTRIES |= {f"diloco x{n}": Entry(0, "diloco", {"accumulation": n}, "torchft") for n in (10, 50)}
@@ -94,7 +102,7 @@ COMPARED = (
     "zero stage 3 nvme", "zero++", "zero++ reshard=False", "zero++ x4", "zero++ no_sync x4",
     "delta-hpz", "delta-hpz reshard=False", "delta-hpz exact", "delta-hpz exact coded", "delta-hpz x4",
     "delta-hpz no_sync x4",
-    *(name for name in ENTRIES if name.endswith(" muon")), *INEXACT,
+    *(name for name in ENTRIES if name.startswith("zcomm ") or name.endswith(" muon")), *INEXACT,
 )  # fmt: skip
 """The contenders in the tables of compare.py."""
 DEFAULT = tuple(name for name in COMPARED if not name.endswith(" muon") and name not in INEXACT)

@@ -3,6 +3,8 @@
 DDP requires the annotations of a hook to be types, not strings: no ``from __future__ import annotations`` here.
 """
 
+from importlib import import_module
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -29,12 +31,13 @@ def build(
     gradient_as_bucket_view: bool,
     sends_bf16: bool = False,
     powersgd_rank: int = 0,
+    recipe: str = "",
     accumulation: int = 1,
 ) -> Contender:
     """Wrap the model. With bucket views gradients take no memory besides DDP's buckets.
 
-    ``sends_bf16`` rounds gradients before they are sent; a ``powersgd_rank`` sends factors of that rank instead. With
-    accumulation gradients are sent once a step (``no_sync``).
+    ``sends_bf16`` rounds gradients before they are sent; a ``powersgd_rank`` sends factors of that rank instead; with a
+    ``recipe`` this library sends them. With accumulation gradients are sent once a step (``no_sync``).
     """
     cap = ONE_BUCKET if powersgd_rank else None
     model = DistributedDataParallel(setup.model, bucket_cap_mb=cap, gradient_as_bucket_view=gradient_as_bucket_view)
@@ -42,6 +45,8 @@ def build(
         model.register_comm_hook(None, _in_bf16)
     if powersgd_rank:
         send_by_powersgd(model, powersgd_rank, first_step=2)  # after the warm-up and one timed step
+    if recipe:
+        import_module("zcomm").install_ddp(model, recipe, topology=setup.topology)
     optimizer = AdamW(model.parameters(), lr=setup.learning_rate, fused=True)
     device = next(setup.model.parameters()).device
     autocast = torch.autocast(device.type, setup.dtype, enabled=setup.dtype != torch.float32)

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -27,19 +28,26 @@ def build(
     is_hybrid: bool = False,
     accumulation: int = 1,
     has_muon: bool = False,
+    recipe: str = "",
 ) -> Contender:
     """Shard the model; parameters stay full from forward to backward, or are gathered twice.
 
     ``is_hybrid``: each node has a full copy of the model, sharded over its ranks (HSDP).
     ``has_muon``: Muon updates the matrices of blocks, each gathered on every rank.
+    ``recipe``: this library exchanges parameters and gradients; with ``is_hybrid`` it also averages over the nodes.
     """
     model, is_wide = setup.model, setup.dtype == torch.float32
-    mesh = _mesh(setup, is_hybrid=is_hybrid)
+    mesh, replicas = _mesh(setup, is_hybrid=is_hybrid), None
+    if recipe and is_hybrid:
+        mesh, replicas = mesh["ranks"], mesh["nodes"].get_group()
     policy = MixedPrecisionPolicy() if is_wide else MixedPrecisionPolicy(param_dtype=setup.dtype)
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "reshard_after_forward": reshard_after_forward}
     for block in model.blocks:
         fully_shard(block, **options)
     sharded = fully_shard(model, **options)
+    if recipe:
+        topology = None if is_hybrid else setup.topology
+        import_module("zcomm").install_fsdp2(model, recipe, topology=topology, replicate_group=replicas)
     if has_muon:
         optimizer: Any = Both(optimizers(model, setup.learning_rate, GatheredMuon, fused=True))
     else:

@@ -143,3 +143,20 @@ def test_speeds_by_rate_and_what_bytes_and_computing_allow() -> None:
     ]
     text = tables.markdown(runs, {}, {})
     assert text.count(", by rate") == 1, "of the batch that has two rates"
+
+
+def test_peers_are_systems_of_others_with_the_same_loss() -> None:
+    """One line of this library under FSDP2 is no FSDP2, and PowerSGD trains to another loss."""
+    times = {"zcomm fsdp2 reshard=False": 1.0, "zero++": 1.0, "ddp powersgd 4": 2.0, "ddp": 3.0}
+    fsdp2 = {"fsdp2 reshard=True": 5.0, "fsdp2 reshard=False": 4.0}
+    systems = {name: records.System(seconds=[s], wire_nbytes=[0.0]) for name, s in (times | fsdp2).items()}
+    run = records.Run(tokens=1, systems=systems)
+    assert tables.best_peer(run, 1) == "ddp"
+    assert tables.best_peer(run, 1, tables.FSDP2) == "fsdp2 reshard=False"
+    assert tables.best_peer(run, 4) is None
+    rows = {
+        row["system"]: row
+        for row in tables.rows_of("bfloat16 users loopback", {"k": run, "bfloat16 users loopback": run}, {})
+    }
+    assert rows["zero++"]["vs_fsdp2"] == 4
+    assert rows["zero++"]["vs_best"] == 3
