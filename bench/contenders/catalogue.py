@@ -87,7 +87,8 @@ INEXACT = (*POWERSGD, "diloco x10", "diloco x50")
 ENTRIES |= {
     f"{name} muon": ENTRIES[name]._replace(options=ENTRIES[name].options | {"has_muon": True})
     for name in (
-        "alone", "fsdp2 reshard=False", "fsdp2 reshard=True", "deepspeed stage 1", "deepspeed stage 2",
+        "alone", "ddp bf16 gradients", "fsdp2 reshard=False", "fsdp2 reshard=True", "hsdp reshard=False",
+        "hsdp reshard=True", "deepspeed stage 1", "deepspeed stage 2",
         "deepspeed stage 3", "zero stage 1", "zero stage 2", "zero stage 3", "delta-hpz",
     )
 }  # fmt: skip

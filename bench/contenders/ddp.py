@@ -4,6 +4,7 @@ DDP requires the annotations of a hook to be types, not strings: no ``from __fut
 """
 
 from importlib import import_module
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
 from contenders.contender import Contender, ContenderSetup, torch_step
+from contenders.muon import Both, optimizers
 
 __all__ = ["ONE_BUCKET", "WHOLE_SHARE", "build", "send_by_powersgd"]
 
@@ -32,12 +34,14 @@ def build(
     sends_bf16: bool = False,
     powersgd_rank: int = 0,
     recipe: str = "",
+    has_muon: bool = False,
     accumulation: int = 1,
 ) -> Contender:
     """Wrap the model. With bucket views gradients take no memory besides DDP's buckets.
 
     ``sends_bf16`` rounds gradients before they are sent; a ``powersgd_rank`` sends factors of that rank instead; with a
-    ``recipe`` this library sends them. With accumulation gradients are sent once a step (``no_sync``).
+    ``recipe`` this library sends them. ``has_muon``: every rank
+    updates all matrices of blocks with torch's Muon. With accumulation gradients are sent once a step (``no_sync``).
     """
     cap = ONE_BUCKET if powersgd_rank else None
     model = DistributedDataParallel(setup.model, bucket_cap_mb=cap, gradient_as_bucket_view=gradient_as_bucket_view)
@@ -47,7 +51,9 @@ def build(
         send_by_powersgd(model, powersgd_rank, first_step=2)  # after the warm-up and one timed step
     if recipe:
         import_module("zcomm").install_ddp(model, recipe, topology=setup.topology)
-    optimizer = AdamW(model.parameters(), lr=setup.learning_rate, fused=True)
+    optimizer: Any = AdamW(model.parameters(), lr=setup.learning_rate, fused=True)
+    if has_muon:
+        optimizer = Both(optimizers(setup.model, setup.learning_rate, fused=True))
     device = next(setup.model.parameters()).device
     autocast = torch.autocast(device.type, setup.dtype, enabled=setup.dtype != torch.float32)
     step = torch_step(model, optimizer, autocast, accumulation=accumulation, accumulates=model.no_sync)

@@ -24,17 +24,20 @@ warnings.filterwarnings(
 def build(
     setup: ContenderSetup, stage: int, *, offload: str | None = None, accumulation: int = 1, has_muon: bool = False
 ) -> Contender:
-    """Wrap the model at ``stage`` with DeepSpeed's defaults, except clipping, which no other contender does.
+    """Wrap the model at ``stage`` with DeepSpeed's defaults, but for clipping, as nobody else clips, and for buckets.
+
+    Of these it allocates several, by default for 5e8 elements each. Here each has as many as the model.
 
     ``offload`` "cpu" stores parameters and states in host memory, where torch's optimizer updates them.
     ``has_muon``: DeepSpeed's Muon updates the matrices of blocks, by the standard iteration.
     """
     parameters = list(setup.model.parameters())
+    numel = sum(param.numel() for param in parameters)
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": setup.num_sequences,
         "gradient_accumulation_steps": accumulation,
         "gradient_clipping": 0.0,
-        "zero_optimization": {"stage": stage},
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": numel, "allgather_bucket_size": numel},
         "zero_allow_untested_optimizer": True,
     }
     if offload is not None:
