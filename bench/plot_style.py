@@ -15,6 +15,8 @@ COLOURS = {
     "zero stage": "#2ca02c", "bf16-zero3": "#2ca02c", "plain zero": "#2ca02c",
     "fsdp2": "#1f77b4",
     "hsdp": "#17becf",
+    "powersgd": "#393b79",
+    "diloco": "#8c6d31",
     "deepspeed": "#9467bd",
     "ddp": "#7f7f7f",
     "accurate": "#bcbd22",
@@ -29,10 +31,10 @@ GAP = 0.055
 def style_of(system: str) -> dict[str, str]:
     """Return the style of ``system``: dashed if it accumulates micro-batches, dotted with exact changes or Muon.
 
-    Of both kinds if gradients are coded, too.
+    Of both kinds if gradients are coded, too. The larger of two numbers is dashed.
     """
     colour = next((colour for part, colour in COLOURS.items() if part in system.lower()), OTHER)
-    dashes = {"x4": "--", "exact": ":", "muon": ":", "0.15": "-."}
+    dashes = {"x4": "--", "exact": ":", "muon": ":", "0.15": "-.", "16": "--", "50": "--"}
     return {"color": colour, "linestyle": next((dash for end, dash in dashes.items() if system.endswith(end)), "-")}
 
 

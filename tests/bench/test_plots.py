@@ -28,17 +28,21 @@ def _of_comparison(path: Path) -> Figure:
     return figure.figure_of({key: store.run(key) for key in store.values["runs"]})
 
 
-def _of_convergence() -> Figure:
+def _of_convergence(model: str = "tiny", steps: int = 1500) -> Figure:
     every = Record.all_in(RESULTS / "convergence")
-    alike = [one for one in every if (one.key.model, one.key.steps, one.key.outlier_at) == ("tiny", 1500, None)]
-    return plot.figure_of(report.rows_of(alike), title="tiny-1500")
+    alike = [one for one in every if (one.key.model, one.key.steps, one.key.outlier_at) == (model, steps, None)]
+    return plot.figure_of(report.rows_of(alike), title=f"{model}-{steps}")
 
 
 def test_few_curves_with_labels_and_the_same_colours() -> None:
     colours: dict[str, str] = {}
     panels = [
         panel
-        for each in (*map(_of_comparison, sorted(RESULTS.glob("compare*.json"))), _of_convergence())
+        for each in (
+            *map(_of_comparison, sorted(RESULTS.glob("compare*.json"))),
+            _of_convergence(),
+            _of_convergence("main", 500),
+        )
         for panel in each.axes
     ]
     assert len(panels) >= 8
