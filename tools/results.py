@@ -51,10 +51,10 @@ CONFIGURATIONS = {
     "bf16-zero3-muon": "Muon for the matrices",
     "delta-hpz-muon": "Muon for the matrices",
     "delta-hpz-muon-int8": "the same, with wider gradients",
-    "ddp-powersgd-4": "DDP, gradients of rank 4",
-    "ddp-powersgd-16": "DDP, gradients of rank 16",
-    "diloco-10": "10 steps apart",
-    "diloco-50": "50 steps apart",
+    "ddp-powersgd-4": "DDP with PowerSGD",
+    "ddp-powersgd-16": "DDP with PowerSGD",
+    "diloco-10": "DiLoCo",
+    "diloco-50": "DiLoCo",
 }
 STUDENT_T = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
 """The two-sided 95 % quantile, by the number of seeds."""
