@@ -99,6 +99,13 @@ def _losses(file: str) -> str:
     return "\n".join(["| " + " | ".join(head) + " |", "|---" * len(head) + "|", *body])
 
 
+def _to_loss(network: str) -> str:
+    """Seconds and bytes to a loss, of the systems that reach it."""
+    section = (RESULTS / "to_loss.md").read_text().partition(f"## {network},")[2].partition("## ")[0]
+    lines = [line for line in section.splitlines() if line.startswith("|") and "| never" not in line and "| no " not in line]
+    return "\n".join([f"({network}, [to_loss.md]({LINK}to_loss.md))", "", *lines])
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "users": lambda: _rates("compare_users", "users", 1),
     "users x4": lambda: _rates("compare_users", "users", 4),
@@ -110,6 +117,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "machine float32": lambda: _compared("compare_machine_4", "float32 compute loopback", 1, MACHINE_COLUMNS),
     "muon": lambda: _compared("compare_machine_muon", "bfloat16 network loopback", 1, MUON_COLUMNS),
     "muon network": lambda: _compared("compare_muon", "bfloat16 network 200mbit", 1, MUON_COLUMNS),
+    "to loss": lambda: _to_loss("100mbit"),
     "losses": lambda: _losses("tiny-1500.md"),
     "losses tuned": lambda: _losses("tiny-tuned-1e-5-200.md"),
     "losses tuned 1e-6": lambda: _losses("tiny-tuned-1e-6-200.md"),

@@ -64,6 +64,9 @@ a copy of the model in each node, and between nodes sends as many bytes over NCC
 with computing by streams, which CPUs lack: here they compute and communicate in turn. So tables by rate end with this
 library beside the longer of two times, the least over all peers: of `alone`, and of sending that peer's bytes.
 
+The best peer is the fastest of other libraries' systems that train without loss; those that train to another loss
+in as many steps, PowerSGD and DiLoCo, are compared by the time to a loss, with bench/to_loss.py.
+
 The interval is that of "against the best peer", the median of the rounds' ratios, by order statistics.
 """
 SETTLED = "A step ends when all that it sends has arrived, also what the next step would hide."
