@@ -28,6 +28,7 @@ NETWORK_COLUMNS = [
     "system", "step, ms", "tokens/s", "against FSDP2", "against the best peer", "wire, MB a node", "model states, MiB",
     INTERVAL,
 ]  # fmt: skip
+SLOWEST_COLUMNS = ["system", "step, ms", "against FSDP2", "against the best peer", "wire, MB a node"]
 ONE_LINE_COLUMNS = ["system", "step, ms", "tokens/s", "against the best peer", "wire, MB a node", INTERVAL]
 MUON_COLUMNS = ["system", "step, ms", "tokens/s", "against the best peer", "wire, MB a node", "distance", INTERVAL]
 MACHINE_COLUMNS = [
@@ -118,6 +119,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "machine float32": lambda: _compared("compare_machine_4", "float32 compute loopback", 1, MACHINE_COLUMNS),
     "muon": lambda: _compared("compare_machine_muon", "bfloat16 network loopback", 1, MUON_COLUMNS),
     "muon network": lambda: _compared("compare_muon", "bfloat16 network 200mbit", 1, MUON_COLUMNS),
+    "slowest": lambda: _compared("compare_13m_10mbit", "bfloat16 network 10mbit", 1, SLOWEST_COLUMNS),
     "one line": lambda: _compared("compare_one_line", "bfloat16 users 100mbit", 1, ONE_LINE_COLUMNS),
     "to loss": lambda: _to_loss("100mbit"),
     "losses": lambda: _losses("tiny-1500.md"),
