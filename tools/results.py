@@ -104,7 +104,9 @@ def _losses(file: str) -> str:
 def _to_loss(network: str) -> str:
     """Seconds and bytes to a loss, of the systems that reach it."""
     section = (RESULTS / "to_loss.md").read_text().partition(f"## {network},")[2].partition("## ")[0]
-    lines = [line for line in section.splitlines() if line.startswith("|") and "| never" not in line and "| no " not in line]
+    lines = [
+        line for line in section.splitlines() if line.startswith("|") and "| never" not in line and "| no " not in line
+    ]
     return "\n".join([f"({network}, [to_loss.md]({LINK}to_loss.md))", "", *lines])
 
 
