@@ -447,9 +447,9 @@ class Residual:
         kernels.decode(messages, layout, decoded, values.shape[1], 0)
         self.keep_difference(values, decoded, first, layout.kernels)
 
-    def keep_difference(self, values: Tensor, decoded: Tensor, first: int, kernels: str = "auto") -> None:
+    def keep_difference(self, values: Tensor, decoded: Tensor, first: int, chosen: str = "auto") -> None:
         """Store ``values`` - ``decoded``, both [num_rows, numel], as the new residual; overwrites ``values``."""
-        self._uncommitted().encode(values.sub_(decoded), first, kernels)
+        self._uncommitted().encode(values.sub_(decoded), first, chosen)
 
 
 def _quotient(new: float | Tensor, old: float | Tensor) -> float | Tensor:
