@@ -201,15 +201,13 @@ def compared(x: Tensor) -> Iterator[dict[str, float | str]]:
 def coded(x: Tensor, relative_error: float, rounds: int) -> dict[str, float | str]:
     """The row of ``x`` if it is sent with this ``gradient_error``."""
     message = torch.empty(own_grid.max_message_nbytes(x.numel()), dtype=torch.uint8)
-    used = own_grid.encode(own_grid.round_to_grid(x, relative_error), message)
-    decoded = own_grid.decode(message, x.numel())
-    times = interleave(
-        {
-            "quantize": lambda: own_grid.encode(own_grid.round_to_grid(x, relative_error), message),
-            "decode": lambda: own_grid.decode(message, x.numel()),
-        },
-        rounds=rounds,
-    )
+
+    def encode() -> int:
+        return own_grid.encode(own_grid.round_to_grid(x, relative_error), message)
+
+    used, decoded = encode(), own_grid.decode(message, x.numel())
+    cases: dict[str, Callable[[], object]] = {"quantize": encode, "decode": lambda: own_grid.decode(message, x.numel())}
+    times = interleave(cases, rounds=rounds)
     return {
         "format": f"gradient_error={relative_error:g}",
         "bits": 8 * used / x.numel(),

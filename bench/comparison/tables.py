@@ -185,9 +185,8 @@ def _over_bound(rows: dict[str, dict[str, Any]], name: str, alone: str, network:
     """The least that a peer without loss would take if it hid all it could, over the step of ``name``."""
     if "step_ms" not in rows.get(name, {}) or "step_ms" not in rows.get(alone, {}):
         return ""
-    peers = [peer for peer, row in rows.items() if "step_ms" in row and _is_peer(peer)]
-    least = min((_bound_ms(rows, peer, alone, network) for peer in peers), default=math.nan)
-    return format(least / rows[name]["step_ms"], ".2f") if peers else ""
+    bounds = [_bound_ms(rows, peer, alone, network) for peer in rows if "step_ms" in rows[peer] and _is_peer(peer)]
+    return format(min(bounds) / rows[name]["step_ms"], ".2f") if bounds else ""
 
 
 def _bound_ms(rows: dict[str, dict[str, Any]], name: str, alone: str, network: str) -> float:

@@ -40,8 +40,8 @@ def build(
     """Wrap the model. With bucket views gradients take no memory besides DDP's buckets.
 
     ``sends_bf16`` rounds gradients before they are sent; a ``powersgd_rank`` sends factors of that rank instead; with a
-    ``recipe`` this library sends them. ``has_muon``: every rank
-    updates all matrices of blocks with torch's Muon. With accumulation gradients are sent once a step (``no_sync``).
+    ``recipe`` this library sends them. ``has_muon``: torch's Muon updates all matrices of blocks on every rank. With
+    accumulation gradients are sent once a step (``no_sync``).
     """
     cap = ONE_BUCKET if powersgd_rank else None
     model = DistributedDataParallel(setup.model, bucket_cap_mb=cap, gradient_as_bucket_view=gradient_as_bucket_view)

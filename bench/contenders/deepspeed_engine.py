@@ -24,9 +24,9 @@ warnings.filterwarnings(
 def build(
     setup: ContenderSetup, stage: int, *, offload: str | None = None, accumulation: int = 1, has_muon: bool = False
 ) -> Contender:
-    """Wrap the model at ``stage`` with DeepSpeed's defaults, but for clipping, as nobody else clips, and for buckets.
+    """Wrap the model at ``stage``. Defaults, except that nothing is clipped, as by no other contender, and for buckets.
 
-    Of these it allocates several, by default for 5e8 elements each. Here each has as many as the model.
+    DeepSpeed allocates these in full, by default for 5e8 elements; here they are as large as the model.
 
     ``offload`` "cpu" stores parameters and states in host memory, where torch's optimizer updates them.
     ``has_muon``: DeepSpeed's Muon updates the matrices of blocks, by the standard iteration.

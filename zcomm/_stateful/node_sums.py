@@ -101,10 +101,8 @@ class NodeSums:
             relative_error = as_positive("relative_error", relative_error)
             _check_coded(relative_error, self._inter_format, shard_sizes)
         if shard_sizes is not None:
-            if relative_error:
-                self._uneven = CodedSums(self._route, topology, pair, shard_sizes, relative_error, self._device)
-            else:
-                self._uneven = UnevenSums(self._route, topology, pair, shard_sizes)
+            made = self._route, topology, pair, shard_sizes
+            self._uneven = CodedSums(*made, relative_error, self._device) if relative_error else UnevenSums(*made)
             check_own_size(self._uneven.shard_numel, self.shard_numel)
         self._rows: Tensor | None = None
         self.is_empty = True
@@ -162,7 +160,7 @@ class NodeSums:
 
         Cost for each rank: that of a two-hop reduce-scatter; without ``input`` that of its hop 2. Scratch: the
         messages, and num_nodes x n elements in float32. With ``relative_error`` messages have room of 2 bytes for each
-        element, and a row is coded in about 10 bytes for each of its elements.
+        element, and a row takes a few more float32 and int16 buffers of its size while it is encoded.
         """
         scale, (output,) = as_positive("scale", scale), check_arguments(None, async_op=async_op, output=output)
         if input is not None:
