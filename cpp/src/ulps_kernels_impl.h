@@ -63,7 +63,13 @@ std::size_t Symbols(const std::uint16_t* new_bits, const std::uint16_t* old_bits
 }
 
 inline void LookUp(const std::uint8_t* symbols, std::size_t numel, const EncodeTable& table, EncodeEntry* entries) {
-  for (std::size_t i = 0; i < numel; ++i) entries[i] = table.entries[symbols[i]];
+  std::size_t i = 0;
+  for (; i + 8 <= numel; i += 8) {
+    std::uint64_t eight = 0;
+    std::memcpy(&eight, symbols + i, sizeof(eight));
+    for (std::size_t k = 0; k < 8; ++k) entries[i + k] = table.entries[eight >> (8 * k) & 0xFF];
+  }
+  for (; i < numel; ++i) entries[i] = table.entries[symbols[i]];
 }
 
 std::uint8_t* Encode(const std::uint8_t* symbols, std::size_t numel, const EncodeTable& table, std::uint8_t* begin,
@@ -102,24 +108,42 @@ inline bool VisitAtLeast(const std::uint8_t* symbols, std::uint32_t least, std::
   return true;
 }
 
+// Of a symbol for kMaxDirectBits, if it is coded with fewer direct bits than it has.
+struct ExtraWidths {
+  std::uint8_t widths[256];
+};
+
+constexpr ExtraWidths MakeExtraWidths() {
+  ExtraWidths made{};
+  std::uint8_t width = 0;
+  for (std::uint32_t symbol = 4; symbol < kMaxSymbols; ++symbol) {
+    const bool is_direct = symbol < 1U << kMaxDirectBits;
+    if (is_direct ? (symbol & (symbol - 1)) == 0 : symbol % 2 == 0) ++width;  // the next octave
+    made.widths[symbol] = width;
+  }
+  return made;
+}
+
+constexpr ExtraWidths kExtraWidths = MakeExtraWidths();
+
 void WriteExtra(const std::uint8_t* symbols, std::uint32_t least, const std::uint16_t* new_bits,
                 const std::uint16_t* old_bits, std::size_t numel, std::uint8_t* out) {
   std::uint64_t buffer = 0;
   std::uint32_t num_bits = 0;
-  VisitAtLeast(symbols, least, numel, [&](std::size_t i) {
+  // Symbols below 4 have no extra bits. All others have some, so every store is of a u32 that is needed, and whether it
+  // was the last store there, which no branch predictor could guess, needs no branch.
+  VisitAtLeast(symbols, least < 4 ? 4 : least, numel, [&](std::size_t i) {
     const std::uint32_t z = Change(new_bits[i], old_bits[i]);
     // Of the symbol: `out` has room for what symbols say, also if somebody writes to the values meanwhile.
-    const std::uint32_t symbol = symbols[i];
-    const std::uint32_t width = symbol < 1U << kMaxDirectBits ? Octave(symbol) - 1 : Width(symbol, kMaxDirectBits);
+    const std::uint32_t width = kExtraWidths.widths[symbols[i]];
     buffer |= static_cast<std::uint64_t>(Extra(z, width)) << num_bits;
     num_bits += width;
-    if (num_bits >= 32) {
-      const auto full = static_cast<std::uint32_t>(buffer);
-      std::memcpy(out, &full, sizeof(full));
-      out += sizeof(full);
-      buffer >>= 32;
-      num_bits -= 32;
-    }
+    const auto low = static_cast<std::uint32_t>(buffer);
+    std::memcpy(out, &low, sizeof(low));
+    const std::uint32_t full = num_bits & 32U;
+    out += full / 8;
+    buffer >>= full;
+    num_bits &= 31U;
     return true;
   });
   const auto rest = static_cast<std::uint32_t>(buffer);

@@ -145,8 +145,8 @@ MUTANTS = (
         REDUCER, "self._order = list(reversed(self.all))", "self._order = list(reversed(self.all)) if self._topology.rank else list(self.all)", "training",
     ),
     ProtocolMutant(
-        "the end of a backward agrees over the groups of the reductions",
-        REDUCER, "control.agree_max(torch.tensor(agreed, dtype=torch.int64), self._agreeing).tolist()", "agreed", "training",
+        "each rank decides alone what it reduces at the end of a backward",
+        REDUCER, "control.agree(numbers, used + pending + late, self._agreeing)", "(numbers, numbers, used + pending + late)", "training",
     ),
     ProtocolMutant(
         "a gather is used before it has ended", GATHERER, "        self._issue(bucket)\n        self._wait(bucket)", "        self._issue(bucket)\n        self._pool._lent.clear()", "training",

@@ -357,6 +357,10 @@ def _check_control(rank: int, backend: str) -> None:
     t.world = replace(t.world, backend=backend)
     assert (t.on_host.group is t.world.group) == (backend == "gloo")
     assert zcomm.control.agree_max(torch.tensor([rank, -rank]), t).tolist() == [3, 0]
+    flags = [rank == 3, False, *(i == rank for i in range(9))]
+    agreed = zcomm.control.agree([rank - 2**62, 7], flags, t)
+    assert agreed == ([-(2**62), 7], [3 - 2**62, 7], [True, False, *(i < 4 for i in range(9))])
+    assert zcomm.control.agree([], [], t) == ([], [], [])
     assert zcomm.control.gather_float64(torch.tensor([rank / 3]), t).flatten().tolist() == [
         float(torch.tensor(r / 3)) for r in range(4)
     ]

@@ -229,20 +229,14 @@ class Reducer(RuntimePart):
     def _agree_and_issue_rest(self) -> None:
         """Agree on what each rank has used and issued, so that all ranks make the same exchanges (G1)."""
         issued = set(map(id, self._order[: self._cursor]))
-        used = [int(bit) for grads in self.all for bit in grads.used]
+        used = [bit for grads in self.all for bit in grads.used]
         all_nodes, has_sums = self._reaches_all_nodes, self.reduction.has_sums
-        pending = [int(grads.has_local or (all_nodes and has_sums(grads))) for grads in self._order]
-        late = [bit if id(grads) in issued else 0 for grads, bit in zip(self._order, pending, strict=True)]
-        is_alone = self._topology.world_size == 1
-        digest = 0 if is_alone else self.facts.digest(self.shown.edits(), self.ends_step)
-        must_match = [self._gathers(), digest, int(all_nodes)]
-        # One all-reduce of maxima: with the negatives it gives minima, too, which are equal where all ranks agree.
-        agreed = [*must_match, *(-value for value in must_match), *used, *pending, *late, self._cursor]
-        if not is_alone:
-            agreed = control.agree_max(torch.tensor(agreed, dtype=torch.int64), self._agreeing).tolist()
-        bits = iter(agreed)
-        largest, smallest = [next(bits) for _ in must_match], [-next(bits) for _ in must_match]
-        same_gathers, same_facts, all_complete = (a == b for a, b in zip(largest, smallest, strict=True))
+        pending = [grads.has_local or (all_nodes and has_sums(grads)) for grads in self._order]
+        late = [id(grads) in issued and bit for grads, bit in zip(self._order, pending, strict=True)]
+        digest = 0 if self._topology.world_size == 1 else self.facts.digest(self.shown.edits(), self.ends_step)
+        numbers = [self._gathers(), digest, all_nodes, self._cursor]
+        smallest, largest, agreed = control.agree(numbers, used + pending + late, self._agreeing)
+        same_gathers, same_facts, all_complete, _ = (a == b for a, b in zip(smallest, largest, strict=True))
         # Some ranks reduce over all nodes and some inside the node only: their exchanges have no counterpart, and only
         # the deadlock watch ends them.
         if not all_complete:
@@ -250,12 +244,12 @@ class Reducer(RuntimePart):
                 self._finish(list(self._in_flight))
                 control.agree_max(torch.zeros(1, dtype=torch.int64), self._agreeing)
             raise self.facts.divergence(self._topology)
+        bits = iter(agreed)
         for grads in self.all:
-            grads.used = [bool(next(bits)) for _ in grads.used]
+            grads.used = [next(bits) for _ in grads.used]
             grads.reduced, grads.agreed = list(grads.used), any(grads.used)
         pending, late = [next(bits) for _ in pending], [next(bits) for _ in late]
-        furthest = next(bits)
-        self._issue_agreed(pending, late, furthest)
+        self._issue_agreed(pending, late, furthest=largest[-1])
         if not (same_gathers and same_facts):  # only now: an error before this would leave other ranks in an exchange
             self._finish(list(self._in_flight))
         if not same_facts:
@@ -263,7 +257,7 @@ class Reducer(RuntimePart):
         if not same_gathers:
             raise StateError(OTHER_GATHERS)
 
-    def _issue_agreed(self, pending: list[int], late: list[int], furthest: int) -> None:
+    def _issue_agreed(self, pending: list[bool], late: list[bool], furthest: int) -> None:
         """Issue every bucket that any rank has to reduce; some ranks have issued buckets up to ``furthest``."""
         for index in range(self._cursor, len(self._order)):
             if index < furthest or pending[index]:  # a rank without these gradients catches up with the others
