@@ -105,12 +105,13 @@ class Rounds:
 
     def _run_steps(self, name: str, *, is_counted: bool) -> None:
         contender, steps, topology = self._contenders[name], self._arguments.steps, self._topology
-        wire, cpu, started = sent_nbytes(self._interface), time.process_time(), time.perf_counter()
+        wire, started = sent_nbytes(self._interface), time.perf_counter()
+        cpu, caller = time.process_time(), time.thread_time()
         with zcomm.traffic() as sent:
             take_steps(self._arguments, contender, topology, self._device)
         seconds = time.perf_counter() - started
-        wire, cpu = sent_nbytes(self._interface) - wire, time.process_time() - cpu
-        mine = torch.tensor([seconds, wire, sent.bytes(link="inter"), cpu], dtype=torch.float64) / steps
+        wire, cpu, caller = sent_nbytes(self._interface) - wire, time.process_time() - cpu, time.thread_time() - caller
+        mine = torch.tensor([seconds, wire, sent.bytes(link="inter"), cpu, caller], dtype=torch.float64) / steps
         of_ranks = control.gather_float64(mine, topology)
         system = self._run.systems.setdefault(name, System())
         system.accumulation = contender.accumulation
@@ -120,6 +121,7 @@ class Rounds:
             system.rounds.append(f"{self._started}/{self._number}")
             system.wire_nbytes.append(of_ranks[:, 1].mean().item())
             system.cpu_seconds.append(of_ranks[:, 3].sum().item())
+            system.caller_seconds.append(of_ranks[:, 4].sum().item())
             if ENTRIES[name].module == "zero_optimizer":
                 counted = of_ranks[:, 2].sum().item()
                 system.units = inter_node_model_units(counted, topology.num_nodes, self._run.numel)

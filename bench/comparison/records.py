@@ -30,6 +30,8 @@ class System:
     """Bytes that a node sends in a step, by its interface's counter, the mean over the nodes."""
     cpu_seconds: list[float] = field(default_factory=list)
     """Processor time of a step, of all ranks together; not what the kernel does for the network in others' time."""
+    caller_seconds: list[float] = field(default_factory=list)
+    """That of the ranks' main threads, which run Python, forward and backward; missing in older files."""
     units: float | None = None
     """Bytes that zcomm counted between nodes in a step, in units of the bfloat16 model."""
     losses: dict[str, float] = field(default_factory=dict)

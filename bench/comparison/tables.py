@@ -33,7 +33,7 @@ LOSS_TOLERANCE = {"float32": 5e-5, "bfloat16": 5e-2}
 """Absolute difference to FSDP2 after the same steps: four decimals; in 16 bits a loss far from right."""
 SPREAD, INTERVAL = "lowest to highest", f"{CONFIDENCE:.0%} interval"
 """Titles of two values in a cell."""
-CPU = "CPU, s"
+CPU, MAIN = "CPU, s", "of main threads, s"
 COLUMNS = {
     "system": ("system", ""), "step, ms": ("step_ms", ",.1f"), SPREAD: ("step_range_ms", ",.1f"),
     "tokens/s": ("tokens_per_s", ",.0f"), "against FSDP2": ("vs_fsdp2", ".2f"),
@@ -42,10 +42,10 @@ COLUMNS = {
     "computation's share": ("compute_share", ".1%"), "wire, MB a node": ("wire_mb", ".2f"),
     "M between nodes": ("units", ".3f"), "RSS, MiB": ("peak_mib", ",.0f"), "model states, MiB": ("states_mib", ",.1f"),
     "loss": ("loss", ".5f"), "distance": ("distance", ".2e"), "of another order": ("order_distance", ".2e"),
-    CPU: ("cpu_s", ".2f"), INTERVAL: ("vs_best_interval", ".2f"), "remark": ("remark", ""),
+    CPU: ("cpu_s", ".2f"), MAIN: ("main_s", ".2f"), INTERVAL: ("vs_best_interval", ".2f"), "remark": ("remark", ""),
 }  # fmt: skip
 """Title -> key of a row, and format of its value."""
-OPTIONAL = ("distance", "of another order", CPU, INTERVAL)
+OPTIONAL = ("distance", "of another order", CPU, MAIN, INTERVAL)
 """Titles that are left out of a table without these figures."""
 NOTES = """\
 Medians over rounds; the systems run interleaved, in another order each round. Network's share: 1 - step on
@@ -54,9 +54,10 @@ that a node's interface sent in a step (on loopback: all nodes'). M: bytes betwe
 model. RSS and model states: the largest over the ranks, each system in separate ranks. Distance: of the weights
 after the last step from those of one process with the batches of all ranks, over how far these have moved; of
 another order: of one process that has the sequences of each batch in the opposite order. CPU: processor time of a
-step, of all ranks together; no step is shorter than that divided by the number of cores. "Over computing alone or its
-bytes": the longer of the step of `alone` and of sending the system's own bytes at the rate, over its step. `alone`
-sends nothing, and updates all parameters on every rank, in 16 bits.
+step, of all ranks together; no step is shorter than that divided by the number of cores. Of main threads: of it,
+that of the threads that run Python, forward and backward; the rest is of exchanges and what libraries do beside.
+"Over computing alone or its bytes": the longer of the step of `alone` and of sending the system's own bytes at the
+rate, over its step. `alone` sends nothing, and updates all parameters on every rank, in 16 bits.
 
 Over gloo FSDP2's reduce-scatter is an all-reduce, which sends twice the bytes: over NCCL `fsdp2` would send a
 quarter (`reshard=True`) or a third (`reshard=False`) less. HSDP (`hsdp`: FSDP2 on a mesh of nodes x ranks) keeps
@@ -99,7 +100,8 @@ def rows_of(key: Key, runs: dict[Key, Run], memory: dict[str, dict[str, Any]]) -
             "wire_mb": statistics.median(system.wire_nbytes) / 1e6,
             "loss": system.losses.get(step),
         }
-        row["cpu_s"] = statistics.median(system.cpu_seconds) if system.cpu_seconds else None
+        for column, times in (("cpu_s", system.cpu_seconds), ("main_s", system.caller_seconds)):
+            row[column] = statistics.median(times) if times else None
         row |= {figure: getattr(system, figure) for figure in ("units", "distance", "order_distance")}
         best, fsdp2 = best_peer(run, count), best_peer(run, count, FSDP2)
         for column, peer in (("vs_fsdp2", fsdp2), ("vs_best", best)):
