@@ -17,7 +17,7 @@ from zcomm import DivergedError, Topology, control
 from zero._config.rank_consistency import differences_between_ranks, summarize
 from zero._gradients.bucket_gradients import BucketGrads
 
-DIGEST_NBYTES = 7  # the agreement sends it and its negative as int64
+DIGEST_NBYTES = 7  # the agreement sends it as int64
 PLAIN = (bool, int, float, str, type(None))
 OTHER_GATHERS = (
     "the ranks have gathered different parameters, so results since the last step are wrong: at stage 3 every rank "
