@@ -22,7 +22,7 @@ PAGES = (ROOT / "README.md", ROOT / "docs" / "results.md")
 sys.path.insert(0, str(ROOT / "bench"))
 
 from comparison.records import Store  # noqa: E402  (bench is a folder of scripts)
-from comparison.tables import INTERVAL, bases, markdown, of_accumulation, rates, rows_of, table  # noqa: E402
+from comparison.tables import INTERVAL, MAIN, bases, markdown, num_cores, of_accumulation, rates, rows_of, table  # noqa: E402
 
 NETWORK_COLUMNS = [
     "system", "step, ms", "tokens/s", "against FSDP2", "against the best peer", "wire, MB a node", "model states, MiB",
@@ -35,6 +35,7 @@ MACHINE_COLUMNS = [
     "system", "step, ms", "tokens/s", "against FSDP2", "against the best peer", "RSS, MiB", "model states, MiB",
     INTERVAL,
 ]  # fmt: skip
+PARTS_COLUMNS = ["system", "step, ms", "against the best peer", "wire, MB a node", "CPU, s", MAIN, INTERVAL]
 MARKED = re.compile(r"(?<=<!-- table: )([\w -]+)( -->\n).*?(?=<!-- end of table -->)", re.DOTALL)
 
 LINK = "bench/results/"
@@ -78,7 +79,7 @@ def _rates(file: str, batch: str, accumulation: int) -> str:
     """Tokens/s at every rate."""
     store = Store(RESULTS / f"{file}.json")
     runs = {name: store.run(name) for name in store.values["runs"]}
-    lines = rates(runs, store.values["memory"], "bfloat16", batch, accumulation)
+    lines = rates(runs, store.values["memory"], "bfloat16", batch, accumulation, num_cores(store.values["context"]))
     return "\n".join([f"([{file}.md]({LINK}{file}.md))", "", *lines])
 
 
@@ -113,6 +114,8 @@ def _to_loss(network: str) -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "users": lambda: _rates("compare_users", "users", 1),
     "users x4": lambda: _rates("compare_users", "users", 4),
+    "users steps": lambda: _rates("compare_users_steps", "users", 1),
+    "small batch": lambda: _compared("compare_small_batch", "float32 network loopback", 1, PARTS_COLUMNS),
     "network": lambda: _compared("compare_13m", "bfloat16 network 200mbit", 1, NETWORK_COLUMNS),
     "network x4": lambda: _compared("compare_13m", "bfloat16 network 200mbit", 4, NETWORK_COLUMNS),
     "steps": lambda: _compared("compare_13m_steps", "bfloat16 network 200mbit", 1, NETWORK_COLUMNS),

@@ -6,6 +6,7 @@ Systems that accumulate batches have a separate table, and are compared with pee
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from collections.abc import Sequence
 from typing import Any
@@ -16,8 +17,8 @@ from comparison.intervals import CONFIDENCE, FEWEST, interval
 from comparison.records import Run, System
 
 __all__ = [
-    "INTERVAL", "Key", "bases", "best_peer", "cells", "markdown", "of_accumulation", "rate_mbit", "rates",
-    "rows_of", "table",
+    "INTERVAL", "MAIN", "Key", "bases", "best_peer", "cells", "markdown", "num_cores", "of_accumulation", "rate_mbit",
+    "rates", "rows_of", "table",
 ]  # fmt: skip
 
 FSDP2 = "fsdp2 "
@@ -42,7 +43,7 @@ COLUMNS = {
     "computation's share": ("compute_share", ".1%"), "wire, MB a node": ("wire_mb", ".2f"),
     "M between nodes": ("units", ".3f"), "RSS, MiB": ("peak_mib", ",.0f"), "model states, MiB": ("states_mib", ",.1f"),
     "loss": ("loss", ".5f"), "distance": ("distance", ".2e"), "of another order": ("order_distance", ".2e"),
-    CPU: ("cpu_s", ".2f"), MAIN: ("main_s", ".2f"), INTERVAL: ("vs_best_interval", ".2f"), "remark": ("remark", ""),
+    CPU: ("cpu_s", ".3f"), MAIN: ("main_s", ".3f"), INTERVAL: ("vs_best_interval", ".2f"), "remark": ("remark", ""),
 }  # fmt: skip
 """Title -> key of a row, and format of its value."""
 OPTIONAL = ("distance", "of another order", CPU, MAIN, INTERVAL)
@@ -57,7 +58,8 @@ another order: of one process that has the sequences of each batch in the opposi
 step, of all ranks together; no step is shorter than that divided by the number of cores. Of main threads: of it,
 that of the threads that run Python, forward and backward; the rest is of exchanges and what libraries do beside.
 "Over computing alone or its bytes": the longer of the step of `alone` and of sending the system's own bytes at the
-rate, over its step. `alone` sends nothing, and updates all parameters on every rank, in 16 bits.
+rate, over its step. `alone` sends nothing, and updates all parameters on every rank, in 16 bits. "Share of the cores'
+time": CPU over the step and the number of cores; at 1.00 nothing is left to hide.
 
 Over gloo FSDP2's reduce-scatter is an all-reduce, which sends twice the bytes: over NCCL `fsdp2` would send a
 quarter (`reshard=True`) or a third (`reshard=False`) less. HSDP (`hsdp`: FSDP2 on a mesh of nodes x ranks) keeps
@@ -140,7 +142,16 @@ def of_accumulation(rows: Sequence[dict[str, Any]]) -> dict[int, list[dict[str, 
     return {count: [row for row in rows if row["accumulation"] == count] for count in counts}
 
 
-def rates(runs: dict[Key, Run], memory: dict[str, dict[str, Any]], dtype: str, batch: str, count: int) -> list[str]:
+def num_cores(context: dict[str, Any]) -> int:
+    """Return the number of cores of the machine that a file names."""
+    found = re.search(r"(\d+) cores", context["machine"])
+    assert found, context
+    return int(found[1])
+
+
+def rates(
+    runs: dict[Key, Run], memory: dict[str, dict[str, Any]], dtype: str, batch: str, count: int, cores: int
+) -> list[str]:
     """Return the lines of a table of tokens/s at every rate, with :data:`FASTEST` beside the best peer."""
     found = {
         network: {row["system"]: row for row in of_accumulation(rows_of(key, runs, memory)).get(count, [])}
@@ -165,11 +176,13 @@ def rates(runs: dict[Key, Run], memory: dict[str, dict[str, Any]], dtype: str, b
         alone = ""
     shares = [_over_alone_or_bytes(found[network], ours, alone, network) for network in networks]
     bounds = [_over_bound(found[network], ours, alone, network) for network in networks]
+    busy = [format(1e3 * row["cpu_s"] / cores / row["step_ms"], ".2f") if row.get("cpu_s") else "" for row in of_ours]
     last = {
         "best peer": best,
         f"{ours} over the best peer": ratios,
         f"{ours} over a peer that hides all it can": bounds,
         f"{ours} over computing alone or its bytes": shares,
+        f"share of the cores' time that {ours} computes": busy,
     }
     body += [[what, *texts, ""] for what, texts in last.items() if any(texts)]
     head = ["tokens/s", *networks, "model states, MiB"]
@@ -217,7 +230,7 @@ def markdown(runs: dict[Key, Run], memory: dict[str, dict[str, Any]], context: d
             lines += [f"## {batch.replace(' ', ', ')}, by rate", ""]
             of_batch = [run for key, run in runs.items() if key.rsplit(maxsplit=1)[0] == batch]
             for count in sorted({system.accumulation for run in of_batch for system in run.systems.values()}):
-                lines += [*rates(runs, memory, *batch.split(), count), ""]
+                lines += [*rates(runs, memory, *batch.split(), count, num_cores(context)), ""]
     for key, run in runs.items():
         lines += [f"## {key.replace(' ', ', ')}", "", f"{run.numel:,} parameters, {run.tokens} tokens a batch.", ""]
         rows = rows_of(key, runs, memory)

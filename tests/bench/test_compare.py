@@ -75,7 +75,7 @@ def test_tables_from_recorded_json(tmp_path: Path) -> None:
     assert narrow["remark"] == "loss does not agree to 4 decimals: +0.00100 beside FSDP2's after step 4"
     assert four["remark"] == "loss does not agree to 4 decimals: +0.00200 beside FSDP2's after step 4"
     assert "step_ms" not in failed
-    text = tables.markdown(runs, store.values["memory"], {"command": "c"})
+    text = tables.markdown(runs, store.values["memory"], {"command": "c", "machine": "a chip, 2 cores"})
     assert "FSDP2 waits for the network 95.0% of its step." in text
     assert "| 5.12445 | 1.25e-02 | loss does not agree" in text
     assert (
@@ -121,6 +121,7 @@ def test_speeds_by_rate_and_what_bytes_and_computing_allow() -> None:
     def run(alone: float, peer: float, ours: float) -> records.Run:
         times = {"alone": (alone, 0.0), "ddp": (peer, 9e6), "delta-hpz": (ours, 5e6), "zero++": (1.0, 1e6)}
         systems = {name: records.System(seconds=[s], wire_nbytes=[n]) for name, (s, n) in times.items()}
+        systems["delta-hpz"].cpu_seconds = [ours + 0.5]
         systems["zero++"].error = "gone" if peer > 2 else ""
         return records.Run(tokens=100, systems=systems)
 
@@ -129,7 +130,7 @@ def test_speeds_by_rate_and_what_bytes_and_computing_allow() -> None:
         "bfloat16 users loopback": run(1.0, 2.0, 1.25),
         "float32 users 10mbit": run(1.0, 1.0, 1.0),
     }
-    lines = tables.rates(runs, {"bfloat16 users": {"ddp": {"states_mib": 7.0}}}, "bfloat16", "users", 1)
+    lines = tables.rates(runs, {"bfloat16 users": {"ddp": {"states_mib": 7.0}}}, "bfloat16", "users", 1, 2)
     assert lines[0] == "| tokens/s | loopback | 10mbit | model states, MiB |"
     assert lines[2:] == [
         "| alone | 100 | 100 |  |",
@@ -140,8 +141,9 @@ def test_speeds_by_rate_and_what_bytes_and_computing_allow() -> None:
         "| delta-hpz over the best peer | 1.60 | 3.20 |  |",
         "| delta-hpz over a peer that hides all it can | 0.80 | 1.44 |  |",  # 1 of 1.25 s; 9 MB in 7.2 of 5 s
         "| delta-hpz over computing alone or its bytes | 0.80 | 0.80 |  |",  # 1 of 1.25 s; 5 MB in 4 of 5 s
+        "| share of the cores' time that delta-hpz computes | 0.70 | 0.55 |  |",  # 1.75 s of 2 x 1.25, 5.5 of 2 x 5
     ]
-    text = tables.markdown(runs, {}, {})
+    text = tables.markdown(runs, {}, {"machine": "a chip, 2 cores"})
     assert text.count(", by rate") == 1, "of the batch that has two rates"
 
 
