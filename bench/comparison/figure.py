@@ -1,11 +1,13 @@
 """Plot the results of compare.py: tokens/s against the rate of the network, a panel for each precision and batch.
 
-A panel has a curve for each kind of system, the one that is fastest on the slowest network; the tables have them all.
+A panel has a curve for each kind of system: of those measured on most networks the one that is fastest on the slowest;
+the tables have them all.
 Where no other library was measured there is no panel.
 """
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +25,23 @@ KINDS = ("ddp", "fsdp2", "hsdp", "deepspeed", "zero++", "delta-hpz")
 """What the systems' names begin with."""
 
 
-def fastest_of_kinds(rows: list[dict[str, Any]]) -> list[str]:
-    """Return the fastest system of each of :data:`KINDS`; of those that train to the same loss."""
-    exact = [row for row in rows if "tokens_per_s" in row and row["system"] not in INEXACT]
-    of_kinds = [[row for row in exact if row["system"].startswith(kind)] for kind in KINDS]
-    return [max(some, key=lambda row: row["tokens_per_s"])["system"] for some in of_kinds if some]
+def fastest_of_kinds(networks: list[list[dict[str, Any]]]) -> dict[str, list[float]]:
+    """Return tokens/s on each network of one system of each of :data:`KINDS`; nan where it was not measured.
+
+    ``networks``: their rows, the slowest first. A system that trains to another loss is none of them.
+    """
+    speeds: dict[str, list[float]] = {}
+    for place, rows in enumerate(networks):
+        for row in rows:
+            if "tokens_per_s" in row and row["system"] not in INEXACT:
+                speeds.setdefault(row["system"], [math.nan] * len(networks))[place] = row["tokens_per_s"]
+
+    def rank(name: str) -> tuple[int, float]:
+        measured = [speed for speed in speeds[name] if not math.isnan(speed)]
+        return len(measured), measured[0]
+
+    of_kinds = [[name for name in speeds if name.startswith(kind)] for kind in KINDS]
+    return {name: speeds[name] for names in of_kinds if names for name in [max(names, key=rank)]}
 
 
 def figure_of(runs: dict[Key, Run]) -> Figure:
@@ -41,14 +55,10 @@ def figure_of(runs: dict[Key, Run]) -> Figure:
     figure = Figure(figsize=(PANEL_INCHES[0] * len(panels), PANEL_INCHES[1]), layout="constrained")
     for index, ((name, accumulation), networks) in enumerate(panels.items()):
         panel = figure.add_subplot(1, len(panels), index + 1)
-        for system in fastest_of_kinds(next(iter(networks.values()))):
-            points = [
-                (place, row["tokens_per_s"])
-                for place, rows in enumerate(networks.values())
-                for row in rows
-                if row["system"] == system and "tokens_per_s" in row
-            ]
-            panel.plot(*zip(*points, strict=True), marker="o", markersize=3, label=system, **style_of(system))
+        for system, speeds in fastest_of_kinds(list(networks.values())).items():
+            measured = [place for place, speed in enumerate(speeds) if not math.isnan(speed)]
+            span = slice(measured[0], measured[-1] + 1)
+            panel.plot(range(len(networks))[span], speeds[span], marker="o", markersize=3, label=system, **style_of(system))
         title = f"{name}, {'one batch' if accumulation == 1 else f'{accumulation} batches'} a step"
         panel.set_xticks(range(len(networks)), list(networks))
         panel.set(title=title, xlabel="rate of a node's network", ylabel="tokens/s", yscale="log")

@@ -14,7 +14,7 @@ from tests.end_to_end.job import ROOT
 
 with pytest.MonkeyPatch.context() as patch:
     patch.syspath_prepend(str(ROOT / "bench"))
-    from comparison import records, tables
+    from comparison import figure, records, tables
 
 PEER = "fsdp2 reshard=True"
 RECORDED = {
@@ -145,6 +145,14 @@ def test_speeds_by_rate_and_what_bytes_and_computing_allow() -> None:
     ]
     text = tables.markdown(runs, {}, {"machine": "a chip, 2 cores"})
     assert text.count(", by rate") == 1, "of the batch that has two rates"
+
+
+def test_a_curve_is_of_the_system_that_most_networks_have() -> None:
+    slow = [{"system": name, "tokens_per_s": speed} for name, speed in (("hsdp a", 3.0), ("hsdp b", 2.0), ("ddp", 1.0))]
+    fast = [{"system": name, "tokens_per_s": speed} for name, speed in (("hsdp b", 4.0), ("ddp", 5.0), ("other", 9.0))]
+    curves = figure.fastest_of_kinds([slow, [{"system": "hsdp b"}], fast, [{"system": "ddp", "tokens_per_s": 6.0}]])
+    assert list(curves) == ["ddp", "hsdp b"]
+    assert str(curves) == "{'ddp': [1.0, nan, 5.0, 6.0], 'hsdp b': [2.0, nan, 4.0, nan]}"
 
 
 def test_peers_are_systems_of_others_with_the_same_loss() -> None:
