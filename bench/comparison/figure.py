@@ -58,7 +58,9 @@ def figure_of(runs: dict[Key, Run]) -> Figure:
         for system, speeds in fastest_of_kinds(list(networks.values())).items():
             measured = [place for place, speed in enumerate(speeds) if not math.isnan(speed)]
             span = slice(measured[0], measured[-1] + 1)
-            panel.plot(range(len(networks))[span], speeds[span], marker="o", markersize=3, label=system, **style_of(system))
+            panel.plot(
+                range(len(networks))[span], speeds[span], marker="o", markersize=3, label=system, **style_of(system)
+            )
         title = f"{name}, {'one batch' if accumulation == 1 else f'{accumulation} batches'} a step"
         panel.set_xticks(range(len(networks)), list(networks))
         panel.set(title=title, xlabel="rate of a node's network", ylabel="tokens/s", yscale="log")
