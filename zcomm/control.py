@@ -13,7 +13,6 @@ itself. The traffic counters count every byte, and the hop's collective log reco
 from __future__ import annotations
 
 import hashlib
-import struct
 from collections.abc import Sequence
 
 import torch
@@ -108,19 +107,15 @@ def agree(numbers: Sequence[int], flags: Sequence[bool], topology: Topology) -> 
     ``numbers`` are int64; all ranks have as many, and as many flags. Cost for each rank, in one exchange: 8 bytes a
     number and a bit a flag to every other rank.
     """
-    layout = f"<{len(numbers)}q"
-    bits = int("".join("01"[flag] for flag in flags) or "0", 2)
-    message = struct.pack(layout, *numbers) + bits.to_bytes(-(-len(flags) // 8), "little")
-    rows = [message]
-    if message and topology.world_size > 1:
-        of_ranks = gather_beside(torch.frombuffer(bytearray(message), dtype=torch.uint8), topology)
-        rows = [row.tobytes() for row in of_ranks.numpy()]
-    of_number = list(zip(*(struct.unpack_from(layout, row) for row in rows), strict=True))
-    any_bits = 0
-    for row in rows:
-        any_bits |= int.from_bytes(row[struct.calcsize(layout) :], "little")
-    any_flags = [bit == "1" for bit in f"{any_bits:0{len(flags)}b}"] if flags else []
-    return [min(of_ranks) for of_ranks in of_number], [max(of_ranks) for of_ranks in of_number], any_flags
+    places, num_bytes = torch.arange(8, dtype=torch.uint8), -(-len(flags) // 8)
+    bits = torch.zeros(num_bytes * 8, dtype=torch.uint8)
+    bits[: len(flags)] = torch.tensor(list(flags), dtype=torch.uint8)
+    packed = (bits.view(num_bytes, 8) << places).sum(1).to(torch.uint8)
+    mine = torch.cat([torch.tensor(list(numbers), dtype=torch.int64).view(torch.uint8), packed])
+    of_ranks = gather_beside(mine, topology) if topology.world_size > 1 else mine.view(1, -1)
+    of_numbers = of_ranks[:, : 8 * len(numbers)].flatten().view(torch.int64).view(len(of_ranks), len(numbers))
+    any_bits = (of_ranks[:, 8 * len(numbers) :, None] >> places & 1).amax(0).flatten().bool()
+    return of_numbers.amin(0).tolist(), of_numbers.amax(0).tolist(), any_bits[: len(flags)].tolist()
 
 
 def agree_max(values: Tensor, topology: Topology) -> Tensor:
