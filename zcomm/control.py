@@ -107,12 +107,15 @@ def agree(numbers: Sequence[int], flags: Sequence[bool], topology: Topology) -> 
     ``numbers`` are int64; all ranks have as many, and as many flags. Cost for each rank, in one exchange: 8 bytes a
     number and a bit a flag to every other rank.
     """
+    if topology.world_size == 1:
+        return list(numbers), list(numbers), list(flags)
+    # Tensors, as a loop over thousands of ranks would take long.
     places, num_bytes = torch.arange(8, dtype=torch.uint8, device="cpu"), -(-len(flags) // 8)
     bits = torch.zeros(num_bytes * 8, dtype=torch.uint8, device="cpu")
     bits[: len(flags)] = torch.tensor(list(flags), dtype=torch.uint8, device="cpu")
     packed = (bits.view(num_bytes, 8) << places).sum(1).to(torch.uint8)
     mine = torch.cat([torch.tensor(list(numbers), dtype=torch.int64, device="cpu").view(torch.uint8), packed])
-    of_ranks = gather_beside(mine, topology) if topology.world_size > 1 else mine.view(1, -1)
+    of_ranks = gather_beside(mine, topology)
     of_numbers = of_ranks[:, : 8 * len(numbers)].flatten().view(torch.int64).view(len(of_ranks), len(numbers))
     any_bits = (of_ranks[:, 8 * len(numbers) :, None] >> places & 1).amax(0).flatten()
     any_flags = [bit == 1 for bit in any_bits[: len(flags)].tolist()]

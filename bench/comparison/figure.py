@@ -1,8 +1,7 @@
 """Plot the results of compare.py: tokens/s against the rate of the network, a panel for each precision and batch.
 
-A panel has a curve for each kind of system: of those measured on most networks the one that is fastest on the slowest;
-the tables have them all.
-Where no other library was measured there is no panel.
+A panel has a curve for each kind of system: of those measured on the most networks, the one that is fastest on the
+slowest. The tables have them all. Where no other library was measured there is no panel.
 """
 
 from __future__ import annotations
@@ -41,7 +40,8 @@ def fastest_of_kinds(networks: list[list[dict[str, Any]]]) -> dict[str, list[flo
         return len(measured), measured[0]
 
     of_kinds = [[name for name in speeds if name.startswith(kind)] for kind in KINDS]
-    return {name: speeds[name] for names in of_kinds if names for name in [max(names, key=rank)]}
+    chosen = [max(names, key=rank) for names in of_kinds if names]
+    return {name: speeds[name] for name in chosen}
 
 
 def figure_of(runs: dict[Key, Run]) -> Figure:

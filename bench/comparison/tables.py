@@ -56,10 +56,10 @@ model. RSS and model states: the largest over the ranks, each system in separate
 after the last step from those of one process with the batches of all ranks, over how far these have moved; of
 another order: of one process that has the sequences of each batch in the opposite order. CPU: processor time of a
 step, of all ranks together; no step is shorter than that divided by the number of cores. Of main threads: of it,
-that of the threads that run Python, forward and backward; the rest is of exchanges and what libraries do beside.
+that of the threads that run Python, forward and backward; the rest is that of exchanges and other threads.
 "Over computing alone or its bytes": the longer of the step of `alone` and of sending the system's own bytes at the
-rate, over its step. `alone` sends nothing, and updates all parameters on every rank, in 16 bits. "Share of the cores'
-time": CPU over the step and the number of cores; at 1.00 nothing is left to hide.
+rate, over its step. `alone` sends nothing, and updates all parameters on every rank, in 16 bits. "Cores busy": CPU
+over the step and the number of cores; at 1.00 no core ever waits.
 
 Over gloo FSDP2's reduce-scatter is an all-reduce, which sends twice the bytes: over NCCL `fsdp2` would send a
 quarter (`reshard=True`) or a third (`reshard=False`) less. HSDP (`hsdp`: FSDP2 on a mesh of nodes x ranks) keeps
@@ -182,7 +182,7 @@ def rates(
         f"{ours} over the best peer": ratios,
         f"{ours} over a peer that hides all it can": bounds,
         f"{ours} over computing alone or its bytes": shares,
-        f"share of the cores' time that {ours} computes": busy,
+        f"cores busy with {ours}": busy,
     }
     body += [[what, *texts, ""] for what, texts in last.items() if any(texts)]
     head = ["tokens/s", *networks, "model states, MiB"]

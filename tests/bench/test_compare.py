@@ -141,7 +141,7 @@ def test_speeds_by_rate_and_what_bytes_and_computing_allow() -> None:
         "| delta-hpz over the best peer | 1.60 | 3.20 |  |",
         "| delta-hpz over a peer that hides all it can | 0.80 | 1.44 |  |",  # 1 of 1.25 s; 9 MB in 7.2 of 5 s
         "| delta-hpz over computing alone or its bytes | 0.80 | 0.80 |  |",  # 1 of 1.25 s; 5 MB in 4 of 5 s
-        "| share of the cores' time that delta-hpz computes | 0.70 | 0.55 |  |",  # 1.75 s of 2 x 1.25, 5.5 of 2 x 5
+        "| cores busy with delta-hpz | 0.70 | 0.55 |  |",  # 1.75 s of 2 x 1.25, 5.5 of 2 x 5
     ]
     text = tables.markdown(runs, {}, {"machine": "a chip, 2 cores"})
     assert text.count(", by rate") == 1, "of the batch that has two rates"
