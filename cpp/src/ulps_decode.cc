@@ -20,7 +20,7 @@ class Reader {
   }
   std::uint32_t TakeU32() { return LoadU32(Take(4)); }
   void Align() { Take(static_cast<std::size_t>(begin_ - at_) & 3U); }
-  BitReader Rest() const { return {at_, end_}; }
+  BitReader Rest() const { return MakeBitReader(at_, static_cast<std::size_t>(end_ - at_)); }
 
  private:
   const std::uint8_t* begin_;
@@ -72,7 +72,7 @@ void CheckEnd(const Lanes& lanes, std::uint32_t num_lanes, const BitReader& extr
   ZCOMM_CHECK(lanes.words == lanes.words_end && std::all_of(lanes.states, lanes.states + num_lanes,
                                                             [](std::uint32_t state) { return state == kLowestState; }),
               "words and states of a chunk must be used up");
-  ZCOMM_CHECK(extra.at == extra.end, "extra bits of a chunk must be as many as its symbols need");
+  ZCOMM_CHECK(IsUsedUp(extra), "extra bits of a chunk must be as many as its symbols need");
 }
 
 constexpr char kTooShort[] = "words and extra bits of a chunk must suffice";
@@ -96,17 +96,11 @@ void DecodeDense(Reader reader, std::uint16_t* values, std::size_t numel) {
   CheckEnd(lanes, kDenseLanes, extra);
 }
 
-std::uint32_t TakeBits(BitReader* bits, std::uint32_t width) {
-  if (bits->num_bits < width) {
-    ZCOMM_CHECK(bits->at != bits->end, kTooShort);
-    bits->buffer |= static_cast<std::uint64_t>(LoadU32(bits->at)) << bits->num_bits;
-    bits->at += 4;
-    bits->num_bits += 32;
-  }
-  const std::uint32_t taken = Extra(static_cast<std::uint32_t>(bits->buffer), width);
-  bits->buffer >>= width;
-  bits->num_bits -= width;
-  return taken;
+std::uint32_t TakeValue(BitReader* bits, std::uint32_t symbol, std::uint32_t direct) {
+  if (symbol < 1U << direct) return symbol;
+  const std::uint32_t value = TakeJoined(bits, symbol, Width(symbol, direct));
+  ZCOMM_CHECK(IsWithin(*bits), kTooShort);
+  return value;
 }
 
 std::uint32_t TakeSymbol(Lanes* lanes, std::uint32_t lane, const Slots& table) {
@@ -141,9 +135,9 @@ void DecodeSparse(Reader reader, std::uint16_t* values, std::size_t numel) {
     for (std::uint32_t lane = 0; lane < count; ++lane) gap[lane] = TakeSymbol(&lanes, lane, gaps);
     for (std::uint32_t lane = 0; lane < count; ++lane) change[lane] = TakeSymbol(&lanes, lane, changes);
     for (std::uint32_t lane = 0; lane < count; ++lane) {
-      place += Joined(gap[lane], kGapDirectBits, TakeBits(&extra, Width(gap[lane], kGapDirectBits)));
+      place += TakeValue(&extra, gap[lane], kGapDirectBits);
       ZCOMM_CHECK(place < numel, "a change must be within its chunk of ", numel, " elements: ", place);
-      const std::uint32_t z = Joined(change[lane], direct, TakeBits(&extra, Width(change[lane], direct)));
+      const std::uint32_t z = TakeValue(&extra, change[lane], direct);
       values[place] = static_cast<std::uint16_t>(Changed(values[place], z));
       ++place;
     }

@@ -2,6 +2,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 
 #include "ulps_arithmetic.h"
 
@@ -12,13 +13,34 @@ struct EncodeTable {
   EncodeEntry entries[256];
 };
 
-// Bits from the lowest of u32 on.
+// Extra bits, of little-endian u32, the lowest first. Functions of it are static, as those of ulps_arithmetic.h.
 struct BitReader {
-  const std::uint8_t* at;
-  const std::uint8_t* end;
-  std::uint64_t buffer = 0;
-  std::uint32_t num_bits = 0;
+  const std::uint8_t* begin;
+  std::size_t nbytes;
+  std::size_t last;    // where the last word is
+  std::size_t at = 0;  // in bits
 };
+
+inline constexpr std::uint8_t kNoBits[4] = {};
+
+static inline BitReader MakeBitReader(const std::uint8_t* data, std::size_t nbytes) {
+  if (nbytes == 0) return {kNoBits, 0, 0};
+  return {data, nbytes, nbytes - 4};
+}
+
+static inline bool IsWithin(const BitReader& bits) { return bits.at <= 8 * bits.nbytes; }
+static inline bool IsUsedUp(const BitReader& bits) { return (bits.at + 31) / 32 * 4 == bits.nbytes; }
+
+// Joined() of a symbol of this width and the next bits, or any value where those are no longer within, so that a loop
+// may ask once, at its end. Without a branch, as nobody could predict where a word ends.
+static inline std::uint32_t TakeJoined(BitReader* bits, std::uint32_t symbol, std::uint32_t width) {
+  const std::size_t from = bits->at / 8 < bits->last ? bits->at / 8 : bits->last;
+  std::uint32_t word = 0;
+  std::memcpy(&word, bits->begin + from, sizeof(word));
+  bits->at += width;
+  const std::uint32_t extra = word << ((8 * from - bits->at) & 31U);  // its bits are the highest, anything below
+  return (1U << 31 | symbol << 30 | extra >> 2) >> (30U - width);
+}
 
 // The decoder of a dense chunk.
 struct Lanes {

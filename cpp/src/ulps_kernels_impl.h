@@ -41,7 +41,7 @@ inline std::uint8_t* EncodeLanes(const EncodeEntry* entries, std::size_t count, 
 //   kGroup                              elements of a group, at most 64
 //   SymbolsOfGroup(new, old, symbols)   how many of the symbols are not 0
 //   AtLeast(symbols, least)             bit i: symbol i is at least `least`
-//   ApplyGroup(symbols, values)         as if all symbols were direct
+//   ApplyGroup(z, values)               changes values by z
 //   Round(states), Save(states)         the states of all lanes in registers
 //   Round.Encode(entries, words), Round.Decode(slots, words, symbols)   one symbol of each lane
 #include ZCOMM_ISA_LANES
@@ -93,19 +93,18 @@ std::uint8_t* Encode(const std::uint8_t* symbols, std::size_t numel, const Encod
   return words;
 }
 
-// Calls visit(i) for symbols from `least` on, until it returns false.
+// Calls visit(i) for symbols from `least` on.
 template <class Visit>
-inline bool VisitAtLeast(const std::uint8_t* symbols, std::uint32_t least, std::size_t numel, const Visit& visit) {
+inline void VisitAtLeast(const std::uint8_t* symbols, std::uint32_t least, std::size_t numel, const Visit& visit) {
   std::size_t i = 0;
   for (; i + kGroup <= numel; i += kGroup) {
     for (std::uint64_t mask = AtLeast(symbols + i, least); mask != 0; mask &= mask - 1) {
-      if (!visit(i + static_cast<std::size_t>(__builtin_ctzll(mask)))) return false;
+      visit(i + static_cast<std::size_t>(__builtin_ctzll(mask)));
     }
   }
   for (; i < numel; ++i) {
-    if (symbols[i] >= least && !visit(i)) return false;
+    if (symbols[i] >= least) visit(i);
   }
-  return true;
 }
 
 // Of a symbol for kMaxDirectBits, if it is coded with fewer direct bits than it has.
@@ -144,7 +143,6 @@ void WriteExtra(const std::uint8_t* symbols, std::uint32_t least, const std::uin
     out += full / 8;
     buffer >>= full;
     num_bits &= 31U;
-    return true;
   });
   const auto rest = static_cast<std::uint32_t>(buffer);
   if (num_bits > 0) std::memcpy(out, &rest, sizeof(rest));
@@ -183,31 +181,31 @@ bool Decode(Lanes* lanes, const std::uint32_t* slots, std::size_t numel, std::ui
   return true;
 }
 
-bool Apply(const std::uint8_t* symbols, std::uint32_t direct, std::size_t numel, BitReader* extra,
-           std::uint16_t* values) {
+// The changes in zigzag form of the symbols of a tile; false if the extra bits do not suffice.
+bool Join(const std::uint8_t* symbols, std::uint32_t direct, std::size_t numel, BitReader* extra, std::uint16_t* z) {
+  for (std::size_t i = 0; i < numel; ++i) z[i] = symbols[i];
+  const std::uint32_t least = 1U << direct;
   BitReader bits = *extra;
-  const bool is_enough = VisitAtLeast(symbols, 1U << direct, numel, [&](std::size_t i) {
-    const std::uint32_t width = Width(symbols[i], direct);
-    if (bits.num_bits < width) {
-      if (bits.at == bits.end) return false;
-      std::uint32_t next = 0;
-      std::memcpy(&next, bits.at, sizeof(next));
-      bits.at += sizeof(next);
-      bits.buffer |= static_cast<std::uint64_t>(next) << bits.num_bits;
-      bits.num_bits += 32;
-    }
-    const std::uint32_t z = Joined(symbols[i], direct, Extra(static_cast<std::uint32_t>(bits.buffer), width));
-    bits.buffer >>= width;
-    bits.num_bits -= width;
-    // Less the change that the loop below adds.
-    values[i] = static_cast<std::uint16_t>(Order((Order(values[i]) + Unzigzag(z) - Unzigzag(symbols[i])) & 0xFFFFU));
-    return true;
+  VisitAtLeast(symbols, least, numel, [&](std::size_t i) {
+    const std::uint32_t width = symbols[i] / 2U - least / 2U + direct - 1U;
+    z[i] = static_cast<std::uint16_t>(TakeJoined(&bits, symbols[i], width));
   });
   *extra = bits;
-  std::size_t i = 0;
-  for (; i + kGroup <= numel; i += kGroup) ApplyGroup(symbols + i, values + i);
-  for (; i < numel; ++i) values[i] = static_cast<std::uint16_t>(Changed(values[i], symbols[i]));
-  return is_enough;
+  return IsWithin(bits);
+}
+
+bool Apply(const std::uint8_t* symbols, std::uint32_t direct, std::size_t numel, BitReader* extra,
+           std::uint16_t* values) {
+  alignas(64) std::uint16_t z[kTile];
+  for (std::size_t tile = 0; tile < numel; tile += kTile) {
+    const std::size_t count = numel - tile < kTile ? numel - tile : kTile;
+    if (!Join(symbols + tile, direct, count, extra, z)) return false;
+    std::uint16_t* changed = values + tile;
+    std::size_t i = 0;
+    for (; i + kGroup <= count; i += kGroup) ApplyGroup(z + i, changed + i);
+    for (; i < count; ++i) changed[i] = static_cast<std::uint16_t>(Changed(changed[i], z[i]));
+  }
+  return true;
 }
 
 std::uint32_t Checksum(const std::uint8_t* words, std::size_t count, std::uint32_t first) {

@@ -59,9 +59,9 @@ inline std::uint64_t AtLeast(const std::uint8_t* symbols, std::uint32_t least) {
   return static_cast<unsigned>(_mm256_movemask_epi8(_mm256_cmpeq_epi8(bytes, larger)));
 }
 
-inline void ApplyGroup(const std::uint8_t* symbols, std::uint16_t* values) {
+inline void ApplyGroup(const std::uint16_t* zs, std::uint16_t* values) {
   for (std::size_t i = 0; i < kGroup; i += 16) {
-    const __m256i z = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(symbols + i)));
+    const __m256i z = LoadVector(zs + i);
     const __m256i sign = _mm256_sub_epi16(_mm256_setzero_si256(), _mm256_and_si256(z, _mm256_set1_epi16(1)));
     const __m256i change = _mm256_xor_si256(_mm256_srli_epi16(z, 1), sign);
     StoreVector(values + i, OrderVector(_mm256_add_epi16(OrderVector(LoadVector(values + i)), change)));
@@ -140,11 +140,24 @@ struct Round {
     return words - 2 * static_cast<unsigned>(__builtin_popcount(mask));
   }
 
+  // Loads one by one take less time than a gather, at least on Zen 4.
+  static __m128i SlotsAt(const std::uint32_t* slots, __m128i index) {
+    const auto low = static_cast<std::uint64_t>(_mm_cvtsi128_si64(index));
+    const auto high = static_cast<std::uint64_t>(_mm_extract_epi64(index, 1));
+    const __m128i first = _mm_cvtsi32_si128(static_cast<int>(slots[static_cast<std::uint32_t>(low)]));
+    const __m128i second = _mm_insert_epi32(first, static_cast<int>(slots[low >> 32]), 1);
+    const __m128i third = _mm_insert_epi32(second, static_cast<int>(slots[static_cast<std::uint32_t>(high)]), 2);
+    return _mm_insert_epi32(third, static_cast<int>(slots[high >> 32]), 3);
+  }
+  static __m256i SlotsAt(const std::uint32_t* slots, __m256i index) {
+    return _mm256_set_m128i(SlotsAt(slots, _mm256_extracti128_si256(index, 1)),
+                            SlotsAt(slots, _mm256_castsi256_si128(index)));
+  }
+
   static const std::uint8_t* DecodeVector(const std::uint32_t* slots, const std::uint8_t* words, __m256i* symbols,
                                           __m256i* states) {
     const __m256i mask = _mm256_set1_epi32(kScale - 1);
-    const __m256i slot =
-        _mm256_i32gather_epi32(reinterpret_cast<const int*>(slots), _mm256_and_si256(*states, mask), 4);
+    const __m256i slot = SlotsAt(slots, _mm256_and_si256(*states, mask));
     const __m256i frequency = _mm256_add_epi32(_mm256_and_si256(slot, mask), _mm256_set1_epi32(1));
     const __m256i number = _mm256_and_si256(_mm256_srli_epi32(slot, 12), mask);
     const __m256i state =

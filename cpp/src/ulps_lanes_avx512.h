@@ -36,9 +36,9 @@ inline std::uint64_t AtLeast(const std::uint8_t* symbols, std::uint32_t least) {
   return _mm512_cmpge_epu8_mask(_mm512_loadu_si512(symbols), _mm512_set1_epi8(static_cast<char>(least)));
 }
 
-inline void ApplyGroup(const std::uint8_t* symbols, std::uint16_t* values) {
+inline void ApplyGroup(const std::uint16_t* zs, std::uint16_t* values) {
   for (std::size_t i = 0; i < kGroup; i += 32) {
-    const __m512i z = _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(symbols + i)));
+    const __m512i z = _mm512_loadu_si512(zs + i);
     const __m512i sign = _mm512_sub_epi16(_mm512_setzero_si512(), _mm512_and_si512(z, _mm512_set1_epi16(1)));
     const __m512i change = _mm512_xor_si512(_mm512_srli_epi16(z, 1), sign);
     const __m512i order = _mm512_add_epi16(OrderVector(_mm512_loadu_si512(values + i)), change);

@@ -18,8 +18,8 @@ inline std::uint64_t AtLeast(const std::uint8_t* symbols, std::uint32_t least) {
   return mask;
 }
 
-inline void ApplyGroup(const std::uint8_t* symbols, std::uint16_t* values) {
-  for (std::size_t i = 0; i < kGroup; ++i) values[i] = static_cast<std::uint16_t>(Changed(values[i], symbols[i]));
+inline void ApplyGroup(const std::uint16_t* zs, std::uint16_t* values) {
+  for (std::size_t i = 0; i < kGroup; ++i) values[i] = static_cast<std::uint16_t>(Changed(values[i], zs[i]));
 }
 
 struct Round {
