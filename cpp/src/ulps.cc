@@ -125,14 +125,7 @@ void DecodeUlps(const std::uint8_t* message, std::size_t nbytes, std::uint16_t* 
   std::uint64_t sum = 0;
   for (std::size_t chunk = 0; chunk < num_chunks; ++chunk) sum += LoadU32(entries + 4 * chunk) & ~3U;
   ZCOMM_CHECK(sum == end - kUlpsHeadNbytes - 4 * num_chunks, "sizes of chunks must add up");
-  const std::uint8_t* payload = entries + 4 * num_chunks;
-  for (std::size_t chunk = 0; chunk < num_chunks; ++chunk) {
-    const std::uint32_t entry = LoadU32(entries + 4 * chunk);
-    const std::size_t first = chunk * chunk_numel;
-    DecodeChunk({entry & ~3U, static_cast<Kind>(entry & 3U)}, payload, values + first,
-                std::min(chunk_numel, numel - first));
-    payload += entry & ~3U;
-  }
+  DecodeChunks(entries, chunk_numel, values, numel);
 }
 
 }  // namespace zcomm

@@ -34,7 +34,8 @@ const UlpsKernels& ActiveUlpsKernels();
 // them.
 Payload EncodeChunk(const Values& values, std::size_t numel, std::uint8_t* symbols, std::uint8_t* out);
 
-// Throws std::invalid_argument if the payload is none.
-void DecodeChunk(const Payload& payload, const std::uint8_t* data, std::uint16_t* values, std::size_t numel);
+// Decodes chunks from their entries and the payloads behind them, whose sizes add up. Throws std::invalid_argument if a
+// payload is none.
+void DecodeChunks(const std::uint8_t* entries, std::size_t chunk_numel, std::uint16_t* values, std::size_t numel);
 
 }  // namespace zcomm::ulps

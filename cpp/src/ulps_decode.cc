@@ -77,23 +77,55 @@ void CheckEnd(const Lanes& lanes, std::uint32_t num_lanes, const BitReader& extr
 
 constexpr char kTooShort[] = "words and extra bits of a chunk must suffice";
 
+// The next symbols of a dense chunk, and the values that they change.
+class DenseChunk {
+ public:
+  DenseChunk(Reader reader, std::uint16_t* values)
+      : num_words_(reader.TakeU32()),
+        direct_(TakeDirect(&reader)),
+        table_(&reader, NumSymbols(direct_)),
+        values_(values) {
+    reader.Align();
+    TakeLanes(&reader, kDenseLanes, num_words_, &lanes_);
+    extra_ = reader.Rest();
+  }
+
+  DenseStream Stream() { return {&lanes_, table_.slots, symbols_}; }
+  bool Apply(std::size_t numel) {
+    values_ += numel;
+    return ActiveUlpsKernels().apply(symbols_, direct_, numel, &extra_, values_ - numel);
+  }
+  void CheckEnd() const { ulps::CheckEnd(lanes_, kDenseLanes, extra_); }
+
+ private:
+  std::uint32_t num_words_;
+  std::uint32_t direct_;
+  Slots table_;
+  Lanes lanes_;
+  BitReader extra_;
+  std::uint8_t symbols_[kTile];
+  std::uint16_t* values_;
+};
+
 void DecodeDense(Reader reader, std::uint16_t* values, std::size_t numel) {
-  const std::uint32_t num_words = reader.TakeU32();
-  const std::uint32_t direct = TakeDirect(&reader);
-  const Slots table(&reader, NumSymbols(direct));
-  reader.Align();
-  Lanes lanes;
-  TakeLanes(&reader, kDenseLanes, num_words, &lanes);
-  BitReader extra = reader.Rest();
-  const UlpsKernels& kernels = ActiveUlpsKernels();
-  std::uint8_t symbols[kTile];
+  DenseChunk chunk(reader, values);
   for (std::size_t at = 0; at < numel; at += kTile) {
     const std::size_t count = std::min(kTile, numel - at);
-    const bool is_enough = kernels.decode(&lanes, table.slots, count, symbols) &&
-                           kernels.apply(symbols, direct, count, &extra, values + at);
-    ZCOMM_CHECK(is_enough, kTooShort);
+    ZCOMM_CHECK(ActiveUlpsKernels().decode(chunk.Stream(), count) && chunk.Apply(count), kTooShort);
   }
-  CheckEnd(lanes, kDenseLanes, extra);
+  chunk.CheckEnd();
+}
+
+void DecodeDenseBoth(Reader a_reader, Reader b_reader, std::uint16_t* values, std::size_t numel) {
+  DenseChunk a(a_reader, values);
+  DenseChunk b(b_reader, values + numel);
+  for (std::size_t at = 0; at < numel; at += kTile) {
+    const std::size_t count = std::min(kTile, numel - at);
+    ZCOMM_CHECK(ActiveUlpsKernels().decode_both(a.Stream(), b.Stream(), count) && a.Apply(count) && b.Apply(count),
+                kTooShort);
+  }
+  a.CheckEnd();
+  b.CheckEnd();
 }
 
 std::uint32_t TakeValue(BitReader* bits, std::uint32_t symbol, std::uint32_t direct) {
@@ -145,14 +177,37 @@ void DecodeSparse(Reader reader, std::uint16_t* values, std::size_t numel) {
   CheckEnd(lanes, kSparseLanes, extra);
 }
 
-}  // namespace
-
 void DecodeChunk(const Payload& payload, const std::uint8_t* data, std::uint16_t* values, std::size_t numel) {
   if (payload.kind == kSparse) return DecodeSparse(Reader(data, payload.nbytes), values, numel);
   if (payload.kind == kDense) return DecodeDense(Reader(data, payload.nbytes), values, numel);
   ZCOMM_CHECK(payload.nbytes == (payload.kind == kRaw ? RawNbytes(numel) : 0),
               "a chunk without changes must be empty and a raw one hold every element: nbytes=", payload.nbytes);
   if (payload.kind == kRaw) std::memcpy(values, data, 2 * numel);
+}
+
+}  // namespace
+
+void DecodeChunks(const std::uint8_t* entries, std::size_t chunk_numel, std::uint16_t* values, std::size_t numel) {
+  const std::size_t num_chunks = (numel + chunk_numel - 1) / chunk_numel;
+  const auto payload_of = [&](std::size_t chunk) {
+    const std::uint32_t entry = LoadU32(entries + 4 * chunk);
+    return Payload{entry & ~3U, static_cast<Kind>(entry & 3U)};
+  };
+  const std::uint8_t* data = entries + 4 * num_chunks;
+  for (std::size_t chunk = 0; chunk < num_chunks; ++chunk) {
+    const std::size_t first = chunk * chunk_numel;
+    const Payload payload = payload_of(chunk);
+    const bool has_next = ActiveUlpsKernels().decode_both != nullptr && first + 2 * chunk_numel <= numel;
+    if (has_next && payload.kind == kDense && payload_of(chunk + 1).kind == kDense) {
+      const Payload next = payload_of(++chunk);
+      DecodeDenseBoth(Reader(data, payload.nbytes), Reader(data + payload.nbytes, next.nbytes), values + first,
+                      chunk_numel);
+      data += payload.nbytes + next.nbytes;
+      continue;
+    }
+    DecodeChunk(payload, data, values + first, std::min(chunk_numel, numel - first));
+    data += payload.nbytes;
+  }
 }
 
 }  // namespace zcomm::ulps

@@ -42,11 +42,17 @@ static inline std::uint32_t TakeJoined(BitReader* bits, std::uint32_t symbol, st
   return (1U << 31 | symbol << 30 | extra >> 2) >> (30U - width);
 }
 
-// The decoder of a dense chunk.
 struct Lanes {
   alignas(64) std::uint32_t states[kDenseLanes];
   const std::uint8_t* words;
   const std::uint8_t* words_end;
+};
+
+// What decodes a dense chunk, and where its next symbols go.
+struct DenseStream {
+  Lanes* lanes;
+  const std::uint32_t* slots;
+  std::uint8_t* symbols;
 };
 
 // The loops over elements, compiled once for each ISA level from ulps_kernels_impl.h.
@@ -62,7 +68,9 @@ struct UlpsKernels {
   void (*write_extra)(const std::uint8_t* symbols, std::uint32_t least, const std::uint16_t* new_bits,
                       const std::uint16_t* old_bits, std::size_t numel, std::uint8_t* out);
   // The next symbols, a multiple of kDenseLanes of them but at a chunk's end; false if the words do not suffice.
-  bool (*decode)(Lanes* lanes, const std::uint32_t* slots, std::size_t numel, std::uint8_t* symbols);
+  bool (*decode)(const DenseStream& stream, std::size_t numel);
+  // Those of two chunks, where that takes less time than one after the other; else null.
+  bool (*decode_both)(const DenseStream& a, const DenseStream& b, std::size_t numel);
   // Changes the values by symbols and extra bits; false if those do not suffice.
   bool (*apply)(const std::uint8_t* symbols, std::uint32_t direct, std::size_t numel, BitReader* extra,
                 std::uint16_t* values);

@@ -39,6 +39,7 @@ inline std::uint8_t* EncodeLanes(const EncodeEntry* entries, std::size_t count, 
 
 // Each lanes file has:
 //   kGroup                              elements of a group, at most 64
+//   kInterleaves                        whether rounds of two streams in turn take less time
 //   SymbolsOfGroup(new, old, symbols)   how many of the symbols are not 0
 //   AtLeast(symbols, least)             bit i: symbol i is at least `least`
 //   ApplyGroup(z, values)               changes values by z
@@ -148,11 +149,12 @@ void WriteExtra(const std::uint8_t* symbols, std::uint32_t least, const std::uin
   if (num_bits > 0) std::memcpy(out, &rest, sizeof(rest));
 }
 
-bool DecodeLanes(Lanes* lanes, const std::uint32_t* slots, std::size_t count, std::uint8_t* symbols) {
+bool DecodeLanes(const DenseStream& stream, std::size_t at, std::size_t count) {
+  Lanes* lanes = stream.lanes;
   for (std::size_t lane = 0; lane < count; ++lane) {
-    const std::uint32_t slot = slots[lanes->states[lane] & (kScale - 1)];
+    const std::uint32_t slot = stream.slots[lanes->states[lane] & (kScale - 1)];
     std::uint32_t state = DecodeSymbol(lanes->states[lane], slot);
-    symbols[lane] = static_cast<std::uint8_t>(slot >> 24);
+    stream.symbols[at + lane] = static_cast<std::uint8_t>(slot >> 24);
     if (state < kLowestState) {
       if (lanes->words == lanes->words_end) return false;
       state = state << 16 | LoadWord(lanes->words);
@@ -163,22 +165,50 @@ bool DecodeLanes(Lanes* lanes, const std::uint32_t* slots, std::size_t count, st
   return true;
 }
 
-bool Decode(Lanes* lanes, const std::uint32_t* slots, std::size_t numel, std::uint8_t* symbols) {
-  std::size_t at = 0;
-  {
-    Round round(lanes->states);
-    const std::uint8_t* words = lanes->words;
-    for (; at + kDenseLanes <= numel && lanes->words_end - words >= kRoundNbytes; at += kDenseLanes) {
-      words = round.Decode(slots, words, symbols + at);
-    }
-    round.Save(lanes->states);
-    lanes->words = words;
+// A stream with its states in registers.
+class Rounds {
+ public:
+  explicit Rounds(const DenseStream& stream)
+      : round_(stream.lanes->states), words_(stream.lanes->words), stream_(stream) {}
+
+  bool HasWords() const { return stream_.lanes->words_end - words_ >= kRoundNbytes; }
+  void Decode(std::size_t at) { words_ = round_.Decode(stream_.slots, words_, stream_.symbols + at); }
+  void Save() const {
+    round_.Save(stream_.lanes->states);
+    stream_.lanes->words = words_;
   }
+
+ private:
+  Round round_;
+  const std::uint8_t* words_;
+  DenseStream stream_;
+};
+
+bool DecodeFrom(std::size_t at, const DenseStream& stream, std::size_t numel) {
+  Rounds rounds(stream);
+  for (; at + kDenseLanes <= numel && rounds.HasWords(); at += kDenseLanes) rounds.Decode(at);
+  rounds.Save();
   for (; at < numel; at += kDenseLanes) {
     const std::size_t count = numel - at < kDenseLanes ? numel - at : kDenseLanes;
-    if (!DecodeLanes(lanes, slots, count, symbols + at)) return false;
+    if (!DecodeLanes(stream, at, count)) return false;
   }
   return true;
+}
+
+bool Decode(const DenseStream& stream, std::size_t numel) { return DecodeFrom(0, stream, numel); }
+
+// A round waits for the one before it of the same stream; meanwhile the other one goes on.
+bool DecodeBoth(const DenseStream& a, const DenseStream& b, std::size_t numel) {
+  Rounds of_a(a);
+  Rounds of_b(b);
+  std::size_t at = 0;
+  for (; at + kDenseLanes <= numel && of_a.HasWords() && of_b.HasWords(); at += kDenseLanes) {
+    of_a.Decode(at);
+    of_b.Decode(at);
+  }
+  of_a.Save();
+  of_b.Save();
+  return DecodeFrom(at, a, numel) && DecodeFrom(at, b, numel);
 }
 
 // The changes in zigzag form of the symbols of a tile; false if the extra bits do not suffice.
@@ -222,9 +252,14 @@ std::uint32_t Checksum(const std::uint8_t* words, std::size_t count, std::uint32
 }  // namespace ZCOMM_ISA_NAMESPACE
 
 const UlpsKernels& ZCOMM_ISA_TABLE() {
-  static constexpr UlpsKernels kKernels{ZCOMM_ISA_NAMESPACE::Symbols,    ZCOMM_ISA_NAMESPACE::Encode,
-                                        ZCOMM_ISA_NAMESPACE::WriteExtra, ZCOMM_ISA_NAMESPACE::Decode,
-                                        ZCOMM_ISA_NAMESPACE::Apply,      ZCOMM_ISA_NAMESPACE::Checksum};
+  constexpr auto kDecodeBoth = ZCOMM_ISA_NAMESPACE::kInterleaves ? ZCOMM_ISA_NAMESPACE::DecodeBoth : nullptr;
+  static constexpr UlpsKernels kKernels{ZCOMM_ISA_NAMESPACE::Symbols,
+                                        ZCOMM_ISA_NAMESPACE::Encode,
+                                        ZCOMM_ISA_NAMESPACE::WriteExtra,
+                                        ZCOMM_ISA_NAMESPACE::Decode,
+                                        kDecodeBoth,
+                                        ZCOMM_ISA_NAMESPACE::Apply,
+                                        ZCOMM_ISA_NAMESPACE::Checksum};
   return kKernels;
 }
 

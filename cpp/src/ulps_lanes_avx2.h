@@ -1,6 +1,9 @@
 // AVX2. ulps_kernels_impl.h documents the functions.
 
+#include "ulps_lookup_avx2.h"
+
 constexpr std::size_t kGroup = 32;
+constexpr bool kInterleaves = false;
 
 inline __m256i LoadVector(const void* from) { return _mm256_loadu_si256(static_cast<const __m256i*>(from)); }
 inline void StoreVector(void* to, __m256i vector) { _mm256_storeu_si256(static_cast<__m256i*>(to), vector); }
@@ -138,20 +141,6 @@ struct Round {
     const __m256i rest = _mm256_sub_epi32(_mm256_set1_epi32(kScale), frequency);
     *states = _mm256_add_epi32(_mm256_add_epi32(state, before), _mm256_mullo_epi32(quotient, rest));
     return words - 2 * static_cast<unsigned>(__builtin_popcount(mask));
-  }
-
-  // Loads one by one take less time than a gather, at least on Zen 4.
-  static __m128i SlotsAt(const std::uint32_t* slots, __m128i index) {
-    const auto low = static_cast<std::uint64_t>(_mm_cvtsi128_si64(index));
-    const auto high = static_cast<std::uint64_t>(_mm_extract_epi64(index, 1));
-    const __m128i first = _mm_cvtsi32_si128(static_cast<int>(slots[static_cast<std::uint32_t>(low)]));
-    const __m128i second = _mm_insert_epi32(first, static_cast<int>(slots[low >> 32]), 1);
-    const __m128i third = _mm_insert_epi32(second, static_cast<int>(slots[static_cast<std::uint32_t>(high)]), 2);
-    return _mm_insert_epi32(third, static_cast<int>(slots[high >> 32]), 3);
-  }
-  static __m256i SlotsAt(const std::uint32_t* slots, __m256i index) {
-    return _mm256_set_m128i(SlotsAt(slots, _mm256_extracti128_si256(index, 1)),
-                            SlotsAt(slots, _mm256_castsi256_si128(index)));
   }
 
   static const std::uint8_t* DecodeVector(const std::uint32_t* slots, const std::uint8_t* words, __m256i* symbols,

@@ -1,6 +1,9 @@
 // AVX-512 F, BW, DQ, VL. ulps_kernels_impl.h documents the functions.
 
+#include "ulps_lookup_avx2.h"
+
 constexpr std::size_t kGroup = 64;
+constexpr bool kInterleaves = true;
 
 inline __m512i OrderVector(__m512i bits) {
   return _mm512_xor_si512(bits, _mm512_srli_epi16(_mm512_srai_epi16(bits, 15), 1));
@@ -44,6 +47,11 @@ inline void ApplyGroup(const std::uint16_t* zs, std::uint16_t* values) {
     const __m512i order = _mm512_add_epi16(OrderVector(_mm512_loadu_si512(values + i)), change);
     _mm512_storeu_si512(values + i, OrderVector(order));
   }
+}
+
+inline __m512i SlotsAt(const std::uint32_t* slots, __m512i index) {
+  const __m512i low = _mm512_castsi256_si512(SlotsAt(slots, _mm512_castsi512_si256(index)));
+  return _mm512_inserti64x4(low, SlotsAt(slots, _mm512_extracti64x4_epi64(index, 1)), 1);
 }
 
 // Word i of a vector with n words to keep comes from word (i + n) % 16: they move to its end.
@@ -99,7 +107,7 @@ struct Round {
   static const std::uint8_t* DecodeVector(const std::uint32_t* slots, const std::uint8_t* words, std::uint8_t* symbols,
                                           __m512i* states) {
     const __m512i mask = _mm512_set1_epi32(kScale - 1);
-    const __m512i slot = _mm512_i32gather_epi32(_mm512_and_si512(*states, mask), slots, 4);
+    const __m512i slot = SlotsAt(slots, _mm512_and_si512(*states, mask));
     const __m512i frequency = _mm512_add_epi32(_mm512_and_si512(slot, mask), _mm512_set1_epi32(1));
     const __m512i number = _mm512_and_si512(_mm512_srli_epi32(slot, 12), mask);
     const __m512i state =

@@ -225,6 +225,57 @@ void CheckRawAfterOthers(Random* random) {
   EXPECT(Decodes(Encoded(new_bits, old_bits), &values) && values == new_bits, "a raw chunk after a dense one");
 }
 
+// A message of two chunks means what messages of each of them mean, which are decoded another way.
+void CheckTwoDenseChunks(Random* random) {
+  constexpr std::size_t kChunk = std::size_t{1} << ulps::kDenseChunkBits;
+  const Bits old_bits = AnyBits(2 * kChunk, random);
+  Bits new_bits = old_bits;
+  for (std::size_t i = 0; i < new_bits.size(); ++i) {
+    const int step = SomeStep(i < kChunk ? Steps::kWide : Steps::kNarrow, random);
+    new_bits[i] = static_cast<std::uint16_t>(Order((Order(old_bits[i]) + static_cast<std::uint32_t>(step)) & 0xFFFFU));
+  }
+  const Bytes whole = Encoded(new_bits, old_bits);
+  constexpr std::size_t kPayloads = kUlpsHeadNbytes + 8;
+  std::size_t accepted = 0;
+  for (std::uint32_t i = 0; i < 120; ++i) {
+    Bytes message = whole;
+    const std::size_t first_nbytes = ulps::LoadU32(message.data() + kUlpsHeadNbytes) & ~3U;
+    const std::size_t from = kPayloads + (i % 2 == 0 ? 0 : first_nbytes);
+    const std::size_t nbytes = i % 2 == 0 ? first_nbytes : message.size() - kPayloads - first_nbytes;
+    if (i < 2) {
+      const std::size_t entry_at = kUlpsHeadNbytes + 4 * static_cast<std::size_t>(i);
+      Store(ulps::LoadU32(message.data() + entry_at) + 4, entry_at, &message);
+      message.insert(message.begin() + static_cast<std::ptrdiff_t>(from + nbytes), 4, 0);
+    } else {
+      // Tables, states, words, or extra bits, which decide nothing but values.
+      const std::size_t at = i < 40 ? random->Below(300) : nbytes - 1 - random->Below(16U << random->Below(11));
+      message[from + at] = static_cast<std::uint8_t>(random->Next());
+    }
+    Sign(&message);
+    Bits expected = old_bits;
+    bool is_valid = true;
+    for (const std::size_t chunk : {0, 1}) {
+      Bytes one(message.begin(), message.begin() + kUlpsHeadNbytes);
+      Store(kChunk, 4, &one);
+      one.insert(one.end(), message.begin() + static_cast<std::ptrdiff_t>(kUlpsHeadNbytes + 4 * chunk),
+                 message.begin() + static_cast<std::ptrdiff_t>(kUlpsHeadNbytes + 4 * chunk + 4));
+      const std::size_t middle_at = kPayloads + (ulps::LoadU32(message.data() + kUlpsHeadNbytes) & ~3U);
+      const auto middle = message.begin() + static_cast<std::ptrdiff_t>(middle_at);
+      one.insert(one.end(), chunk == 0 ? message.begin() + kPayloads : middle, chunk == 0 ? middle : message.end());
+      Sign(&one);
+      const auto begin = old_bits.begin() + static_cast<std::ptrdiff_t>(chunk * kChunk);
+      Bits values(begin, begin + kChunk);
+      is_valid = Decodes(one, &values) && is_valid;
+      std::copy(values.begin(), values.end(), expected.begin() + static_cast<std::ptrdiff_t>(chunk * kChunk));
+    }
+    Bits values = old_bits;
+    EXPECT(Decodes(message, &values) == is_valid, "case %u: each alone says %d", i, is_valid);
+    EXPECT(!is_valid || values == expected, "case %u", i);
+    accepted += is_valid ? 1 : 0;
+  }
+  EXPECT(accepted > 10 && accepted < 110, "%zu", accepted);
+}
+
 // States outside of their range are refused: kernels would not agree about them.
 void CheckStates() {
   const Bits old_bits(3000, 0x3F80);
@@ -288,6 +339,7 @@ int main() {
   zcomm::CheckRoundTrips(&random);
   zcomm::CheckDamage(&random);
   zcomm::CheckRawAfterOthers(&random);
+  zcomm::CheckTwoDenseChunks(&random);
   zcomm::CheckStates();
   zcomm::CheckHostile(&random);
   zcomm::CheckArguments();
