@@ -2,7 +2,7 @@
 
 #include "ulps_lookup_avx2.h"
 
-constexpr std::size_t kGroup = 32;
+constexpr std::size_t kGroup = 64;
 constexpr bool kInterleaves = false;
 
 inline __m256i LoadVector(const void* from) { return _mm256_loadu_si256(static_cast<const __m256i*>(from)); }
@@ -39,7 +39,7 @@ inline __m256i CoarseSymbols(__m128i z) {
                           _mm256_set1_epi32(0xFF));
 }
 
-inline std::size_t SymbolsOfGroup(const std::uint16_t* new_bits, const std::uint16_t* old_bits, std::uint8_t* symbols) {
+inline std::size_t SymbolsOfHalf(const std::uint16_t* new_bits, const std::uint16_t* old_bits, std::uint8_t* symbols) {
   const __m256i first = ChangesOf(new_bits, old_bits);
   const __m256i second = ChangesOf(new_bits + 16, old_bits + 16);
   const __m256i most = _mm256_set1_epi16(255);
@@ -53,13 +53,22 @@ inline std::size_t SymbolsOfGroup(const std::uint16_t* new_bits, const std::uint
   }
   StoreVector(symbols, bytes);
   const auto is_zero = static_cast<unsigned>(_mm256_movemask_epi8(_mm256_cmpeq_epi8(bytes, _mm256_setzero_si256())));
-  return kGroup - static_cast<std::size_t>(__builtin_popcount(is_zero));
+  return kGroup / 2 - static_cast<std::size_t>(__builtin_popcount(is_zero));
+}
+
+inline std::size_t SymbolsOfGroup(const std::uint16_t* new_bits, const std::uint16_t* old_bits, std::uint8_t* symbols) {
+  return SymbolsOfHalf(new_bits, old_bits, symbols) + SymbolsOfHalf(new_bits + 32, old_bits + 32, symbols + 32);
 }
 
 inline std::uint64_t AtLeast(const std::uint8_t* symbols, std::uint32_t least) {
-  const __m256i bytes = LoadVector(symbols);
-  const __m256i larger = _mm256_max_epu8(bytes, _mm256_set1_epi8(static_cast<char>(least)));
-  return static_cast<unsigned>(_mm256_movemask_epi8(_mm256_cmpeq_epi8(bytes, larger)));
+  std::uint64_t mask = 0;
+  for (std::size_t i = 0; i < kGroup; i += 32) {
+    const __m256i bytes = LoadVector(symbols + i);
+    const __m256i larger = _mm256_max_epu8(bytes, _mm256_set1_epi8(static_cast<char>(least)));
+    const auto half = static_cast<unsigned>(_mm256_movemask_epi8(_mm256_cmpeq_epi8(bytes, larger)));
+    mask |= static_cast<std::uint64_t>(half) << i;
+  }
+  return mask;
 }
 
 inline void ApplyGroup(const std::uint16_t* zs, std::uint16_t* values) {
