@@ -38,8 +38,8 @@ inline std::uint8_t* EncodeLanes(const EncodeEntry* entries, std::size_t count, 
 }
 
 // Each lanes file has:
-//   kGroup                              elements of a group, at most 64; with fewer, loops over masks end more often, where
-//                                       nobody can predict
+//   kGroup                              elements of a group, at most 64; with fewer, loops over the bits of AtLeast() end
+//                                       more often, and nobody can predict when
 //   kInterleaves                        whether rounds of two streams in turn take less time
 //   SymbolsOfGroup(new, old, symbols)   how many of the symbols are not 0
 //   AtLeast(symbols, least)             bit i: symbol i is at least `least`
