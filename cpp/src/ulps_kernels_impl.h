@@ -38,7 +38,7 @@ inline std::uint8_t* EncodeLanes(const EncodeEntry* entries, std::size_t count, 
 }
 
 // Each lanes file has:
-//   kGroup                              elements of a group, at most 64; with fewer, loops over the bits of AtLeast() end
+//   kGroup                              elements of a group, at most 64; with fewer, loops over bits of AtLeast() end
 //                                       more often, and nobody can predict when
 //   kInterleaves                        whether rounds of two streams in turn take less time
 //   SymbolsOfGroup(new, old, symbols)   how many of the symbols are not 0
@@ -230,6 +230,8 @@ bool Apply(const std::uint8_t* symbols, std::uint32_t direct, std::size_t numel,
   alignas(64) std::uint16_t z[kTile];
   for (std::size_t tile = 0; tile < numel; tile += kTile) {
     const std::size_t count = numel - tile < kTile ? numel - tile : kTile;
+    // Of the next tile, as values that a step has not touched for long are in no cache.
+    for (std::size_t i = tile + kTile; i < numel && i < tile + 2 * kTile; i += 32) __builtin_prefetch(values + i, 1);
     if (!Join(symbols + tile, direct, count, extra, z)) return false;
     std::uint16_t* changed = values + tile;
     std::size_t i = 0;
