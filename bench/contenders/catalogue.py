@@ -69,6 +69,10 @@ ENTRIES |= {
     "zero++ reshard=False": Entry(3, "zero_optimizer", ZEROPP | KEPT),
     "zero++ no_sync x4": Entry(3, "zero_optimizer", ZEROPP | KEPT | {"accumulation": 4, "has_no_sync": True}),
     "delta-hpz reshard=False": Entry(3, "zero_optimizer", DELTA | KEPT),
+    "delta-hpz exact reshard=False": Entry(3, "zero_optimizer", DELTA | KEPT | {"changes": "exact"}),
+    "delta-hpz exact coded reshard=False": Entry(
+        3, "zero_optimizer", DELTA | KEPT | {"changes": "exact", "gradient_error": 0.15}
+    ),
     "delta-hpz no_sync x4": Entry(3, "zero_optimizer", DELTA | KEPT | {"accumulation": 4, "has_no_sync": True}),
 }
 ENTRIES |= {
@@ -101,8 +105,8 @@ COMPARED = (
     "deepspeed stage 1 x4", "deepspeed stage 3 x4",
     "zero stage 1", "zero stage 2", "zero stage 3", "zero stage 3 small whole", "zero stage 3 offload",
     "zero stage 3 nvme", "zero++", "zero++ reshard=False", "zero++ x4", "zero++ no_sync x4",
-    "delta-hpz", "delta-hpz reshard=False", "delta-hpz exact", "delta-hpz exact coded", "delta-hpz x4",
-    "delta-hpz no_sync x4",
+    "delta-hpz", "delta-hpz reshard=False", "delta-hpz exact", "delta-hpz exact reshard=False",
+    "delta-hpz exact coded", "delta-hpz exact coded reshard=False", "delta-hpz x4", "delta-hpz no_sync x4",
     *(name for name in ENTRIES if name.startswith("zcomm ") or name.endswith(" muon")), *INEXACT,
 )  # fmt: skip
 """The contenders in the tables of compare.py."""
