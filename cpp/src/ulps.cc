@@ -125,7 +125,7 @@ void DecodeUlps(const std::uint8_t* message, std::size_t nbytes, std::uint16_t* 
   std::uint64_t sum = 0;
   for (std::size_t chunk = 0; chunk < num_chunks; ++chunk) sum += LoadU32(entries + 4 * chunk) & ~3U;
   ZCOMM_CHECK(sum == end - kUlpsHeadNbytes - 4 * num_chunks, "sizes of chunks must add up");
-  DecodeChunks(entries, chunk_numel, values, numel);
+  DecodeChunks(entries, num_chunks, chunk_numel, values, numel);
 }
 
 }  // namespace zcomm

@@ -36,6 +36,7 @@ Payload EncodeChunk(const Values& values, std::size_t numel, std::uint8_t* symbo
 
 // Decodes chunks from their entries and the payloads behind them, whose sizes add up. Throws std::invalid_argument if a
 // payload is none.
-void DecodeChunks(const std::uint8_t* entries, std::size_t chunk_numel, std::uint16_t* values, std::size_t numel);
+void DecodeChunks(const std::uint8_t* entries, std::size_t num_chunks, std::size_t chunk_numel, std::uint16_t* values,
+                  std::size_t numel);
 
 }  // namespace zcomm::ulps

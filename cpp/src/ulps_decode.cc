@@ -6,7 +6,7 @@
 namespace zcomm::ulps {
 namespace {
 
-constexpr std::size_t kTile = 4096;  // symbols that stay in the first-level cache
+constexpr std::size_t kDecodedAtOnce = 4096;  // symbols that stay in a cache until they are applied
 
 // The parts of a payload, one after another.
 class Reader {
@@ -103,14 +103,14 @@ class DenseChunk {
   Slots table_;
   Lanes lanes_;
   BitReader extra_;
-  std::uint8_t symbols_[kTile];
+  std::uint8_t symbols_[kDecodedAtOnce];
   std::uint16_t* values_;
 };
 
 void DecodeDense(Reader reader, std::uint16_t* values, std::size_t numel) {
   DenseChunk chunk(reader, values);
-  for (std::size_t at = 0; at < numel; at += kTile) {
-    const std::size_t count = std::min(kTile, numel - at);
+  for (std::size_t at = 0; at < numel; at += kDecodedAtOnce) {
+    const std::size_t count = std::min(kDecodedAtOnce, numel - at);
     ZCOMM_CHECK(ActiveUlpsKernels().decode(chunk.Stream(), count) && chunk.Apply(count), kTooShort);
   }
   chunk.CheckEnd();
@@ -119,8 +119,8 @@ void DecodeDense(Reader reader, std::uint16_t* values, std::size_t numel) {
 void DecodeDenseBoth(Reader a_reader, Reader b_reader, std::uint16_t* values, std::size_t numel) {
   DenseChunk a(a_reader, values);
   DenseChunk b(b_reader, values + numel);
-  for (std::size_t at = 0; at < numel; at += kTile) {
-    const std::size_t count = std::min(kTile, numel - at);
+  for (std::size_t at = 0; at < numel; at += kDecodedAtOnce) {
+    const std::size_t count = std::min(kDecodedAtOnce, numel - at);
     ZCOMM_CHECK(ActiveUlpsKernels().decode_both(a.Stream(), b.Stream(), count) && a.Apply(count) && b.Apply(count),
                 kTooShort);
   }
@@ -187,8 +187,8 @@ void DecodeChunk(const Payload& payload, const std::uint8_t* data, std::uint16_t
 
 }  // namespace
 
-void DecodeChunks(const std::uint8_t* entries, std::size_t chunk_numel, std::uint16_t* values, std::size_t numel) {
-  const std::size_t num_chunks = (numel + chunk_numel - 1) / chunk_numel;
+void DecodeChunks(const std::uint8_t* entries, std::size_t num_chunks, std::size_t chunk_numel, std::uint16_t* values,
+                  std::size_t numel) {
   const auto payload_of = [&](std::size_t chunk) {
     const std::uint32_t entry = LoadU32(entries + 4 * chunk);
     return Payload{entry & ~3U, static_cast<Kind>(entry & 3U)};
@@ -197,8 +197,8 @@ void DecodeChunks(const std::uint8_t* entries, std::size_t chunk_numel, std::uin
   for (std::size_t chunk = 0; chunk < num_chunks; ++chunk) {
     const std::size_t first = chunk * chunk_numel;
     const Payload payload = payload_of(chunk);
-    const bool has_next = ActiveUlpsKernels().decode_both != nullptr && first + 2 * chunk_numel <= numel;
-    if (has_next && payload.kind == kDense && payload_of(chunk + 1).kind == kDense) {
+    const bool may_pair = ActiveUlpsKernels().decode_both != nullptr && first + 2 * chunk_numel <= numel;
+    if (may_pair && payload.kind == kDense && payload_of(chunk + 1).kind == kDense) {
       const Payload next = payload_of(++chunk);
       DecodeDenseBoth(Reader(data, payload.nbytes), Reader(data + payload.nbytes, next.nbytes), values + first,
                       chunk_numel);

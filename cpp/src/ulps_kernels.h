@@ -23,6 +23,7 @@ struct BitReader {
 
 inline constexpr std::uint8_t kNoBits[4] = {};
 
+// `nbytes` must be a multiple of 4.
 static inline BitReader MakeBitReader(const std::uint8_t* data, std::size_t nbytes) {
   if (nbytes == 0) return {kNoBits, 0, 0};
   return {data, nbytes, nbytes - 4};
@@ -31,8 +32,8 @@ static inline BitReader MakeBitReader(const std::uint8_t* data, std::size_t nbyt
 static inline bool IsWithin(const BitReader& bits) { return bits.at <= 8 * bits.nbytes; }
 static inline bool IsUsedUp(const BitReader& bits) { return (bits.at + 31) / 32 * 4 == bits.nbytes; }
 
-// Joined() of a symbol of this width and the next bits, or any value where those are no longer within, so that a loop
-// may ask once, at its end. Without a branch, as nobody could predict where a word ends.
+// Joined() of a symbol that is not direct, of this width, and the next bits, or any value where those are no longer
+// within, so that a loop may ask once, at its end. Without a branch, as nobody could predict where a word ends.
 static inline std::uint32_t TakeJoined(BitReader* bits, std::uint32_t symbol, std::uint32_t width) {
   const std::size_t from = bits->at / 8 < bits->last ? bits->at / 8 : bits->last;
   std::uint32_t word = 0;

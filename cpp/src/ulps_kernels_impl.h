@@ -37,9 +37,10 @@ inline std::uint8_t* EncodeLanes(const EncodeEntry* entries, std::size_t count, 
   return words;
 }
 
+// Elements of a group. With fewer, loops over bits of AtLeast() end more often, and nobody can predict when.
+constexpr std::size_t kGroup = 64;
+
 // Each lanes file has:
-//   kGroup                              elements of a group, at most 64; with fewer, loops over bits of AtLeast() end
-//                                       more often, and nobody can predict when
 //   kInterleaves                        whether rounds of two streams in turn take less time
 //   SymbolsOfGroup(new, old, symbols)   how many of the symbols are not 0
 //   AtLeast(symbols, least)             bit i: symbol i is at least `least`
@@ -218,7 +219,7 @@ bool Join(const std::uint8_t* symbols, std::uint32_t direct, std::size_t numel, 
   const std::uint32_t least = 1U << direct;
   BitReader bits = *extra;
   VisitAtLeast(symbols, least, numel, [&](std::size_t i) {
-    const std::uint32_t width = symbols[i] / 2U - least / 2U + direct - 1U;
+    const std::uint32_t width = symbols[i] / 2U - least / 2U + direct - 1U;  // Width() of a symbol that is not direct
     z[i] = static_cast<std::uint16_t>(TakeJoined(&bits, symbols[i], width));
   });
   *extra = bits;
@@ -230,7 +231,7 @@ bool Apply(const std::uint8_t* symbols, std::uint32_t direct, std::size_t numel,
   alignas(64) std::uint16_t z[kTile];
   for (std::size_t tile = 0; tile < numel; tile += kTile) {
     const std::size_t count = numel - tile < kTile ? numel - tile : kTile;
-    // Of the next tile, as values that a step has not touched for long are in no cache.
+    // Of the next tile of this call, as values that nothing has touched for long are in no cache.
     for (std::size_t i = tile + kTile; i < numel && i < tile + 2 * kTile; i += 32) __builtin_prefetch(values + i, 1);
     if (!Join(symbols + tile, direct, count, extra, z)) return false;
     std::uint16_t* changed = values + tile;

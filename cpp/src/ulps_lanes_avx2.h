@@ -2,7 +2,6 @@
 
 #include "ulps_lookup_avx2.h"
 
-constexpr std::size_t kGroup = 64;
 constexpr bool kInterleaves = false;
 
 inline __m256i LoadVector(const void* from) { return _mm256_loadu_si256(static_cast<const __m256i*>(from)); }
@@ -57,7 +56,8 @@ inline std::size_t SymbolsOfHalf(const std::uint16_t* new_bits, const std::uint1
 }
 
 inline std::size_t SymbolsOfGroup(const std::uint16_t* new_bits, const std::uint16_t* old_bits, std::uint8_t* symbols) {
-  return SymbolsOfHalf(new_bits, old_bits, symbols) + SymbolsOfHalf(new_bits + 32, old_bits + 32, symbols + 32);
+  return SymbolsOfHalf(new_bits, old_bits, symbols) +
+         SymbolsOfHalf(new_bits + kGroup / 2, old_bits + kGroup / 2, symbols + kGroup / 2);
 }
 
 inline std::uint64_t AtLeast(const std::uint8_t* symbols, std::uint32_t least) {

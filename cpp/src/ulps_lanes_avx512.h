@@ -2,7 +2,6 @@
 
 #include "ulps_lookup_avx2.h"
 
-constexpr std::size_t kGroup = 64;
 constexpr bool kInterleaves = true;
 
 inline __m512i OrderVector(__m512i bits) {

@@ -1,6 +1,5 @@
 // No vectors: ulps_kernels_impl.h does everything one element at a time.
 
-constexpr std::size_t kGroup = 64;
 constexpr bool kInterleaves = false;
 
 inline std::size_t SymbolsOfGroup(const std::uint16_t* new_bits, const std::uint16_t* old_bits, std::uint8_t* symbols) {

@@ -31,6 +31,12 @@ Bits AnyBits(std::size_t numel, Random* random) {
   return bits;
 }
 
+Bytes AnyBytes(std::size_t count, Random* random) {
+  Bytes bytes(count);
+  for (std::uint8_t& byte : bytes) byte = static_cast<std::uint8_t>(random->Next());
+  return bytes;
+}
+
 enum class Steps { kNone, kOne, kAll, kRare, kSparse, kFew, kNarrow, kWide, kHeavy, kAny, kNumSteps };
 
 int Geometric(std::uint32_t percent, Random* random) {
@@ -121,6 +127,29 @@ void CheckPairs() {
   }
 }
 
+// Values from symbols and extra bits, beside bits that are read one by one.
+void CheckExtraBits(Random* random) {
+  for (int i = 0; i < 3000; ++i) {
+    const Bytes bytes = AnyBytes(4 * random->Below(4), random);
+    const auto exact = Exact(bytes);
+    ulps::BitReader reader = ulps::MakeBitReader(exact.get(), bytes.size());
+    std::size_t at = 0;
+    while (at <= 8 * bytes.size() + 20) {
+      const std::uint32_t width = random->Below(26);
+      const std::uint32_t symbol = random->Next();
+      std::uint32_t expected = (2 + symbol % 2) << width;
+      for (std::uint32_t bit = 0; bit < width && at + bit < 8 * bytes.size(); ++bit) {
+        expected |= (bytes[(at + bit) / 8] >> (at + bit) % 8 & 1U) << bit;
+      }
+      at += width;
+      const std::uint32_t got = TakeJoined(&reader, symbol, width);
+      EXPECT(IsWithin(reader) == (at <= 8 * bytes.size()), "%zu of %zu bytes", at, bytes.size());
+      EXPECT(!IsWithin(reader) || got == expected, "%x, expected %x: width %u", got, expected, width);
+      EXPECT(IsUsedUp(reader) == ((at + 31) / 32 * 4 == bytes.size()), "%zu of %zu bytes", at, bytes.size());
+    }
+  }
+}
+
 // Division by a reciprocal is exact, and decoding undoes encoding.
 void CheckSymbols(Random* random) {
   for (std::uint32_t frequency = 1; frequency <= ulps::kScale; ++frequency) {
@@ -139,7 +168,7 @@ void CheckSymbols(Random* random) {
   }
 }
 
-// Every loop of this level against the baseline's.
+// Loops of this level against the baseline's; those of coding are compared by messages.
 void CheckKernels(Random* random) {
   const UlpsKernels& plain = ulps::BaselineUlpsKernels();
   const UlpsKernels& here = ulps::ActiveUlpsKernels();
@@ -334,6 +363,7 @@ void CheckArguments() {
 int main() {
   zcomm::Random random(20260101);
   zcomm::CheckPairs();
+  zcomm::CheckExtraBits(&random);
   zcomm::CheckSymbols(&random);
   zcomm::CheckKernels(&random);
   zcomm::CheckRoundTrips(&random);
