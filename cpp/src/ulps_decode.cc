@@ -128,11 +128,9 @@ void DecodeDenseBoth(Reader a_reader, Reader b_reader, std::uint16_t* values, st
   b.CheckEnd();
 }
 
+// Any value where the bits do not suffice.
 std::uint32_t TakeValue(BitReader* bits, std::uint32_t symbol, std::uint32_t direct) {
-  if (symbol < 1U << direct) return symbol;
-  const std::uint32_t value = TakeJoined(bits, symbol, Width(symbol, direct));
-  ZCOMM_CHECK(IsWithin(*bits), kTooShort);
-  return value;
+  return symbol < 1U << direct ? symbol : TakeJoined(bits, symbol, Width(symbol, direct));
 }
 
 std::uint32_t TakeSymbol(Lanes* lanes, std::uint32_t lane, const Slots& table) {
@@ -173,6 +171,7 @@ void DecodeSparse(Reader reader, std::uint16_t* values, std::size_t numel) {
       values[place] = static_cast<std::uint16_t>(Changed(values[place], z));
       ++place;
     }
+    ZCOMM_CHECK(IsWithin(extra), kTooShort);
   }
   CheckEnd(lanes, kSparseLanes, extra);
 }
