@@ -214,7 +214,9 @@ void Sign(Bytes* message) {
 
 void CheckDamage(Random* random) {
   const Bits old_bits = AnyBits(3000, random);
-  const Bits new_bits = SomeNew(old_bits, random);
+  Bits new_bits = SomeNew(old_bits, random);
+  const Bits others = AnyBits(300, random);  // else the message may be a head alone
+  std::copy(others.begin(), others.end(), new_bits.begin());
   const Bytes message = Encoded(new_bits, old_bits);
   for (std::size_t nbytes = 0; nbytes < message.size(); nbytes += 1 + random->Below(9)) {
     Bits values = old_bits;
