@@ -128,7 +128,7 @@ void DecodeDenseBoth(Reader a_reader, Reader b_reader, std::uint16_t* values, st
   b.CheckEnd();
 }
 
-// Any value where the bits do not suffice.
+// Any value where the bits do not suffice, which the caller asks later.
 std::uint32_t TakeValue(BitReader* bits, std::uint32_t symbol, std::uint32_t direct) {
   return symbol < 1U << direct ? symbol : TakeJoined(bits, symbol, Width(symbol, direct));
 }

@@ -273,12 +273,12 @@ void CheckTwoDenseChunks(Random* random) {
     const std::size_t first_nbytes = ulps::LoadU32(message.data() + kUlpsHeadNbytes) & ~3U;
     const std::size_t from = kPayloads + (i % 2 == 0 ? 0 : first_nbytes);
     const std::size_t nbytes = i % 2 == 0 ? first_nbytes : message.size() - kPayloads - first_nbytes;
-    if (i < 2) {
+    if (i < 2) {  // a word more than the chunk needs
       const std::size_t entry_at = kUlpsHeadNbytes + 4 * static_cast<std::size_t>(i);
       Store(ulps::LoadU32(message.data() + entry_at) + 4, entry_at, &message);
       message.insert(message.begin() + static_cast<std::ptrdiff_t>(from + nbytes), 4, 0);
     } else {
-      // Tables, states, words, or extra bits, which decide nothing but values.
+      // A byte of the table, the states, the words, or the extra bits; any extra bits are valid.
       const std::size_t at = i < 40 ? random->Below(300) : nbytes - 1 - random->Below(16U << random->Below(11));
       message[from + at] = static_cast<std::uint8_t>(random->Next());
     }

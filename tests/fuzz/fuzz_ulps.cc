@@ -63,7 +63,7 @@ void CheckAnything(const std::uint8_t* data, std::size_t size, std::size_t numel
 
 }  // namespace
 
-// Two bytes of elements, one of what to do, one of whether there are two chunks more; then the data.
+// Two bytes of elements, one of what to do, one that is 7 for two whole chunks more; then the data.
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
   if (size < kSwitches) return 0;
   // Chunks are decoded in pairs. They take long, so few inputs have them.
