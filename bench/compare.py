@@ -74,6 +74,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--ranks-per-node", type=int, default=RANKS_PER_NODE)
     add("--rounds", type=int, default=5)
     add("--steps", type=int, default=1, help="steps of each system in a round")
+    add("--warmup", type=int, default=1, help="rounds before those that count, to leave a new model's first steps out")
     add("--learning-rate", type=float, default=LEARNING_RATE, help="exact changes send less at low ones")
     add("--no-memory", action="store_true", help="do not measure peak memory")
     add("--no-distance", action="store_true", help="do not repeat all steps in one process at the end")
@@ -103,8 +104,8 @@ def measure(arguments: argparse.Namespace, store: Store, key: str, words: list[s
     network = key.split()[2]
     while todo := store.run(key).unfinished(names, arguments.rounds):
         script = str(Path(__file__).with_name("compare_ranks.py"))
-        launch = {"store": store.path, "key": key, "rounds": arguments.rounds, "steps": arguments.steps}
-        launch["ranks_per_node"] = arguments.ranks_per_node
+        launch = {"store": store.path, "key": key}
+        launch |= {name: getattr(arguments, name) for name in ("rounds", "steps", "warmup", "ranks_per_node")}
         if network == LOOPBACK:
             launch["num_ranks"] = arguments.nodes * arguments.ranks_per_node
         else:
@@ -225,7 +226,10 @@ def main() -> int:
                     shape["learning_rate"] = arguments.learning_rate
                 if arguments.ranks_per_node != RANKS_PER_NODE:
                     shape["ranks_per_node"] = arguments.ranks_per_node
-                store.check_shape(batch, shape | {"nodes": arguments.nodes, "steps": arguments.steps})
+                of_rounds = {"nodes": arguments.nodes, "steps": arguments.steps}
+                if arguments.warmup > 1:  # files from before know no other
+                    of_rounds["warmup"] = arguments.warmup
+                store.check_shape(batch, shape | of_rounds)
                 store.write()
                 for dtype in arguments.dtype:
                     words = words_of(shape | {"dtype": dtype, "nvme_folder": folder})

@@ -43,6 +43,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--systems", nargs="+", choices=COMPARED, required=True)
     parser.add_argument("--rounds", type=int, default=5, help="rounds, including those in the store")
     parser.add_argument("--steps", type=int, default=1, help="steps of each system in a round")
+    parser.add_argument("--warmup", type=int, default=1, help="rounds that do not count, before the others")
     parser.add_argument("--no-distance", action="store_true", help="compare no weights with those of one process")
     parser.add_argument("--nvme-folder", help="folder for offloaded parameters and states")
     add_shape(parser)
@@ -67,21 +68,22 @@ class Rounds:
         self._one_process: dict[tuple[int, bool], OneProcess] = {}
 
     def run_all(self) -> None:
-        """Build every system and run it once to warm up, as it allocates then; then run the rounds.
+        """Build every system and run it at least once to warm up, as it allocates then; then run the rounds.
 
         Each round has another random order: what a system leaves in caches and on disks affects all others alike.
         """
-        names, rounds = self._arguments.systems, self._arguments.rounds
+        names, rounds, warmup = self._arguments.systems, self._arguments.rounds, self._arguments.warmup
         mine = torch.tensor([len(self._run.systems.get(name, System()).seconds) for name in names])
         taken = control.gather_float64(mine, self._topology)[0].tolist()  # of rank 0, which has the store
         left = {name: rounds - int(count) for name, count in zip(names, taken, strict=True)}
-        total = len(names) + sum(left.values())
+        total = len(names) * warmup + sum(left.values())
         with tqdm(total=total, unit="run", disable=self._topology.rank != 0, desc=self._arguments.key) as bar:
             for name in names:
                 bar.set_postfix_str(name)
                 self._try(name, partial(self._build, name))
-                self._try(name, partial(self._run_steps, name, is_counted=False))
-                bar.update()
+                for _ in range(warmup):
+                    self._try(name, partial(self._run_steps, name, is_counted=False))
+                    bar.update()
             for number in range(rounds):
                 self._number = number
                 for name in random.Random(number).sample(names, len(names)):  # the same on all ranks

@@ -11,12 +11,15 @@ own schedule of the learning rate, and DiLoCo's outer rates a system has the one
 
 Synchronous systems without quantization have the losses of one of them: `bf16-zero3` stands for all with 16-bit
 parameters, `fp32-ddp`, trained in float32, for those with float32 parameters, whose steps are timed under autocast.
-PowerSGD sends whole gradients, as `ddp`, in the first tenth of its training. ± is the standard error over the seeds.
+PowerSGD sends whole gradients, as `ddp`, in the first tenth of its training. The time of a step is the mean over the
+rounds, as slow steps of a training count, too. ± is the standard error: of steps and bytes over the seeds, of the
+seconds over seeds and rounds.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import sys
 from collections.abc import Iterator
@@ -86,7 +89,7 @@ def _candidates(name: str, run: Run, records: list[Record], target: float) -> It
         steps = [steps_to(record, target) for record in of_seeds]
         reached = [step for step in steps if step is not None]
         cells = [name, configuration, str(length), str(len(steps))]
-        own = _cost_of_step(system)
+        own, timing_error = _cost_of_step(system), _standard_error(_seconds(system)) / system.accumulation
         if len(reached) < len(steps):
             lowest = statistics.fmean(min(loss for _, loss in record.held_out_losses) for record in of_seeds)
             yield NEVER, [*cells, f"never: {lowest:.3f}", f"{1e3 * own[0]:,.0f}", "", ""]
@@ -97,14 +100,21 @@ def _candidates(name: str, run: Run, records: list[Record], target: float) -> It
             [min(whole, step) * first + max(step - whole, 0) * later for step in reached]
             for first, later in zip(whole_cost, own, strict=True)
         )
-        cells += [_with_error(reached, ".0f"), f"{1e3 * own[0]:,.0f}", _with_error(of_seconds, ",.0f")]
-        yield statistics.fmean(of_seconds), [*cells, _with_error(of_bytes, ",.0f")]
+        mean, error = statistics.fmean(of_seconds), statistics.fmean(reached) * timing_error
+        cells += [_with_error(reached, ".0f"), f"{1e3 * own[0]:,.0f}", _with_error(of_seconds, ",.0f", error)]
+        yield mean, [*cells, _with_error(of_bytes, ",.0f")]
 
 
 def _cost_of_step(system: System) -> tuple[float, float]:
     """Seconds and MB of an optimizer step; a round of DiLoCo has several, until its next exchange."""
-    seconds, nbytes = statistics.median(system.seconds), statistics.median(system.wire_nbytes)
-    return seconds / system.accumulation, nbytes / 1e6 / system.accumulation
+    nbytes = statistics.median(system.wire_nbytes)
+    return statistics.fmean(_seconds(system)) / system.accumulation, nbytes / 1e6 / system.accumulation
+
+
+def _seconds(system: System) -> list[float]:
+    """Of all rounds but the first of PowerSGD, which still sends whole gradients."""
+    most = 2 * statistics.median(system.wire_nbytes)
+    return [seconds for seconds, nbytes in zip(system.seconds, system.wire_nbytes, strict=True) if nbytes < most]
 
 
 def page(store: Store, records: list[Record], target: float) -> str:
@@ -123,9 +133,14 @@ def page(store: Store, records: list[Record], target: float) -> str:
     return "\n".join([*lines, ""])
 
 
-def _with_error(values: list[float], spec: str) -> str:
+def _with_error(values: list[float], spec: str, another: float = 0.0) -> str:
+    """Mean and standard error, together with another error of the mean; the mean alone of one value."""
     mean = f"{statistics.fmean(values):{spec}}"
-    return mean if len(values) < 2 else f"{mean} ± {statistics.stdev(values) / len(values) ** 0.5:{spec}}"
+    return mean if len(values) < 2 else f"{mean} ± {math.hypot(_standard_error(values), another):{spec}}"
+
+
+def _standard_error(values: list[float]) -> float:
+    return statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
 
 
 def main() -> int:

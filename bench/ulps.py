@@ -7,7 +7,8 @@ The data: weights N(0, 0.02) in bf16 before and after a step of about the learni
 Laplace distribution (``laplace``, by its scale), and changes by one of a share of the elements (``share``). ``entropy``
 is zeroth-order, of the changes in ulps, in bits an element; ``ratio`` what the message costs, over it. Rates are GB/s
 of bf16 elements; ``memcpy`` is the rate of a plain copy. Where installed (``pip install zstandard lz4``), zstd (level
-1) and lz4 compress the XOR of the bits; and ``planes`` is zstd of the changes in ulps as a plane of low and a plane of
+1) and lz4 code the same change, from the new and the old values, and apply it: XOR of the bits, compressed. ``alone``
+is zstd's decompression without the XOR; and ``planes`` is zstd of the changes in ulps as a plane of low and a plane of
 high bytes, without the time to make the planes or to apply them.
 """
 
@@ -18,8 +19,10 @@ import contextlib
 import importlib
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributions import Laplace
@@ -41,6 +44,7 @@ COLUMNS = [
     Column("zstd_bits", "zstd bits", ".3f"),
     Column("zstd_encode_gbps", "zstd enc", ".2f", is_measurement=True),
     Column("zstd_decode_gbps", "zstd dec", ".2f", is_measurement=True),
+    Column("alone_decode_gbps", "alone dec", ".2f", is_measurement=True),
     Column("lz4_bits", "lz4 bits", ".3f"),
     Column("lz4_encode_gbps", "lz4 enc", ".2f", is_measurement=True),
     Column("lz4_decode_gbps", "lz4 dec", ".2f", is_measurement=True),
@@ -124,22 +128,49 @@ class Coded:
         return int((self.values.view(torch.int16) != self.new.view(torch.int16)).sum())
 
 
-Coder = tuple[Callable[[bytes], bytes], Callable[[bytes], Any], bytes]
-"""Compress, decompress, and what."""
+class XorCoded:
+    """The same change as the XOR of the bits, compressed."""
+
+    def __init__(self, coded: Coded, compress: Callable[[Any], bytes], decompress: Callable[[bytes], Any]) -> None:
+        """Code it once."""
+        self._new, self._old = coded.new.view(torch.int16).numpy(), coded.old.view(torch.int16).numpy()
+        self._values, self._xor = self._old.copy(), np.empty_like(self._old)
+        self._compress, self._decompress = compress, decompress
+        self.message = self.encode()
+
+    def encode(self) -> bytes:
+        """Code the change."""
+        np.bitwise_xor(self._new, self._old, out=self._xor)
+        return self._compress(self._xor)
+
+    def decode(self) -> None:
+        """Apply the message to what the values are."""
+        np.bitwise_xor(self._values, np.frombuffer(self._decompress(self.message), np.int16), out=self._values)
 
 
-def other_coders(new: Tensor, old: Tensor) -> dict[str, Coder]:
-    """Those that are installed."""
-    coders: dict[str, Coder] = {}
-    xor = bytes((new.view(torch.int16) ^ old.view(torch.int16)).view(torch.uint8).numpy())
+Calls = dict[str, Callable[[], object]]
+
+
+def other_coders(coded: Coded) -> tuple[Calls, dict[str, int]]:
+    """What to time of those that are installed, and the bytes of their messages."""
+    calls: Calls = {}
+    nbytes = {}
     with contextlib.suppress(ImportError):
         zstd = importlib.import_module("zstandard")
-        calls = zstd.ZstdCompressor(level=1).compress, zstd.ZstdDecompressor().decompress
-        coders["zstd"], coders["planes"] = (*calls, xor), (*calls, planes(new, old))
+        compress, decompress = zstd.ZstdCompressor(level=1).compress, zstd.ZstdDecompressor().decompress
+        xor = XorCoded(coded, compress, decompress)
+        calls |= {"zstd_encode": xor.encode, "zstd_decode": xor.decode}
+        calls["alone_decode"] = lambda: decompress(xor.message)
+        plain = planes(coded.new, coded.old)
+        compressed = compress(plain)
+        calls |= {"planes_encode": lambda: compress(plain), "planes_decode": lambda: decompress(compressed)}
+        nbytes |= {"zstd": len(xor.message), "planes": len(compressed)}
     with contextlib.suppress(ImportError):
         lz4 = importlib.import_module("lz4.block")
-        coders["lz4"] = lz4.compress, lz4.decompress, xor
-    return coders
+        of_lz4 = XorCoded(coded, lz4.compress, partial(lz4.decompress, return_bytearray=True))
+        calls |= {"lz4_encode": of_lz4.encode, "lz4_decode": of_lz4.decode}
+        nbytes["lz4"] = len(of_lz4.message)
+    return calls, nbytes
 
 
 def planes(new: Tensor, old: Tensor) -> bytes:
@@ -151,13 +182,9 @@ def planes(new: Tensor, old: Tensor) -> bytes:
 
 def measure(coded: Coded, rounds: int) -> dict[str, float]:
     """Rates in GB/s of elements, of this coder and others, and the others' bits an element."""
-    cases: dict[str, Callable[[], object]] = {"encode": coded.encode, "decode": coded.decode, "memcpy": coded.copy}
-    row = {}
-    for name, (compress, decompress, plain) in other_coders(coded.new, coded.old).items():
-        compressed = compress(plain)
-        row[f"{name}_bits"] = 8 * len(compressed) / coded.new.numel()
-        cases[f"{name}_encode"] = lambda compress=compress, plain=plain: compress(plain)
-        cases[f"{name}_decode"] = lambda decompress=decompress, compressed=compressed: decompress(compressed)
+    others, nbytes = other_coders(coded)
+    cases: Calls = {"encode": coded.encode, "decode": coded.decode, "memcpy": coded.copy, **others}
+    row = {f"{name}_bits": 8 * size / coded.new.numel() for name, size in nbytes.items()}
     times = interleave(cases, rounds=rounds)
     return row | {f"{name}_gbps": coded.new.nbytes / timing.p50 / 1e9 for name, timing in times.items()}
 

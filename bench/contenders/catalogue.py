@@ -43,6 +43,12 @@ ENTRIES |= {
     "alone": Entry(0, "alone", {}),
     "alone x4": Entry(0, "alone", {"accumulation": 4}),
     "ddp bf16 gradients": Entry(0, "ddp", {"gradient_as_bucket_view": True, "sends_bf16": True}),
+    **{
+        f"ddp bf16 two hops{' x4' if count > 1 else ''}": Entry(
+            0, "ddp", {"gradient_as_bucket_view": True, "sends_bf16": True, "hops_by_node": True, "accumulation": count}
+        )
+        for count in (1, 4)
+    },
     "ddp x4": Entry(0, "ddp", {"gradient_as_bucket_view": True, "accumulation": 4}),
     "ddp bf16 gradients x4": Entry(0, "ddp", {"gradient_as_bucket_view": True, "sends_bf16": True, "accumulation": 4}),
     "zero redundancy": Entry(1, "zero_redundancy", {}),
@@ -97,8 +103,8 @@ ENTRIES |= {
     )
 }  # fmt: skip
 COMPARED = (
-    "alone", "alone x4", "ddp", "ddp bucket views", "ddp bf16 gradients", "ddp x4", "ddp bf16 gradients x4",
-    "zero redundancy",
+    "alone", "alone x4", "ddp", "ddp bucket views", "ddp bf16 gradients", "ddp bf16 two hops",
+    "ddp x4", "ddp bf16 gradients x4", "ddp bf16 two hops x4", "zero redundancy",
     "fsdp2 reshard=False", "fsdp2 reshard=True", "fsdp2 reshard=False x4",
     "hsdp reshard=False", "hsdp reshard=True", "hsdp reshard=False x4", "hsdp reshard=True x4",
     "deepspeed stage 1", "deepspeed stage 2", "deepspeed stage 3", "deepspeed stage 3 offload",

@@ -3,6 +3,8 @@
 DDP requires the annotations of a hook to be types, not strings: no ``from __future__ import annotations`` here.
 """
 
+import os
+from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.distributed.device_mesh import init_device_mesh
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
@@ -23,6 +26,9 @@ __all__ = ["ONE_BUCKET", "WHOLE_SHARE", "build", "send_by_powersgd"]
 ONE_BUCKET = 1 << 20
 """MiB of a bucket for PowerSGD: it starts exchanges in gloo's threads, and those of two buckets would mix."""
 
+SMALL_BUCKET = 4
+"""MiB of a bucket that goes over nodes in hops: so that most of them are sent while backward goes on."""
+
 WHOLE_SHARE = 0.1
 """Of a training, the steps that send whole gradients before PowerSGD starts, as torch recommends."""
 
@@ -32,6 +38,7 @@ def build(
     *,
     gradient_as_bucket_view: bool,
     sends_bf16: bool = False,
+    hops_by_node: bool = False,
     powersgd_rank: int = 0,
     recipe: str = "",
     has_muon: bool = False,
@@ -39,14 +46,18 @@ def build(
 ) -> Contender:
     """Wrap the model. With bucket views gradients take no memory besides DDP's buckets.
 
-    ``sends_bf16`` rounds gradients before they are sent; a ``powersgd_rank`` sends factors of that rank instead; with a
+    ``sends_bf16`` rounds gradients before they are sent, and with ``hops_by_node`` adds them within each node first, as
+    no hook of torch does; a ``powersgd_rank`` sends factors of that rank instead; with a
     ``recipe`` this library sends them. ``has_muon``: torch's Muon updates all matrices of blocks on every rank. With
     accumulation gradients are sent once a step (``no_sync``).
     """
-    cap = ONE_BUCKET if powersgd_rank else None
+    cap = ONE_BUCKET if powersgd_rank else SMALL_BUCKET if hops_by_node else None
     model = DistributedDataParallel(setup.model, bucket_cap_mb=cap, gradient_as_bucket_view=gradient_as_bucket_view)
-    if sends_bf16:
+    if sends_bf16 and not hops_by_node:
         model.register_comm_hook(None, _in_bf16)
+    if hops_by_node:
+        local = setup.topology.ranks_per_node if setup.topology is not None else int(os.environ["LOCAL_WORLD_SIZE"])
+        model.register_comm_hook(Hops(local), _by_node)
     if powersgd_rank:
         send_by_powersgd(model, powersgd_rank, first_step=2)  # after the warm-up and one timed step
     if recipe:
@@ -65,6 +76,48 @@ def _in_bf16(state: object, bucket: GradBucket) -> Future[Tensor]:  # noqa: ARG0
     mean = bucket.buffer().to(torch.bfloat16).div_(dist.get_world_size())
     reduced = dist.all_reduce(mean, async_op=True).get_future()
     return reduced.then(lambda done: bucket.buffer().copy_(done.value()[0]))
+
+
+class Hops:
+    """Adds a bfloat16 bucket within each node, a part of it over the nodes by each rank, and gathers the parts.
+
+    Each hop has a thread, so that the buckets, in the same order on all ranks, go through the hops at the same time.
+    """
+
+    def __init__(self, per_node: int) -> None:
+        nodes = dist.get_world_size() // per_node
+        mesh = init_device_mesh("cpu", (nodes, per_node), mesh_dim_names=("nodes", "ranks"))
+        self._nodes, self._count, self._mine = mesh.get_group("nodes"), per_node, mesh.get_local_rank("ranks")
+        ranks = [[node * per_node + local for local in range(per_node)] for node in range(nodes)]
+        self._add, self._gather = (dist.new_subgroups_by_enumeration(ranks)[0] for _ in range(2))
+        self._threads = [ThreadPoolExecutor(1) for _ in range(3)]
+
+    def start(self, buffer: Tensor) -> Future[Tensor]:
+        """Begin with a bucket, float32; it is the mean over all ranks when the future is done."""
+        padded = torch.zeros(-(-buffer.numel() // self._count) * self._count, dtype=torch.bfloat16)
+        padded[: buffer.numel()] = buffer / dist.get_world_size()
+        done: Future[Tensor] = Future()
+        self._threads[0].submit(self._hop, 0, padded, buffer, done)
+        return done
+
+    def _hop(self, number: int, padded: Tensor, buffer: Tensor, done: Future[Tensor]) -> None:
+        try:
+            parts = list(padded.chunk(self._count))
+            if number == 0:
+                dist.all_reduce(padded, group=self._add)
+            elif number == 1:
+                dist.all_reduce(parts[self._mine], group=self._nodes)
+            else:
+                dist.all_gather(parts, parts[self._mine].clone(), group=self._gather)
+                done.set_result(buffer.copy_(padded[: buffer.numel()]))
+                return
+            self._threads[number + 1].submit(self._hop, number + 1, padded, buffer, done)
+        except Exception as error:  # else the rank would wait for the bucket for ever
+            done.set_exception(error)
+
+
+def _by_node(hops: Hops, bucket: GradBucket) -> Future[Tensor]:
+    return hops.start(bucket.buffer())
 
 
 def send_by_powersgd(model: DistributedDataParallel, rank: int, *, first_step: int) -> PowerSGDState:

@@ -39,7 +39,8 @@ Isa DetectIsa() {
   // __builtin_cpu_supports also checks that the operating system saves the wider registers: without that, the first
   // AVX instruction would raise SIGILL.
   __builtin_cpu_init();
-  if (!__builtin_cpu_supports("avx2") || !HasF16c()) return Isa::kBaseline;
+  const bool bmi = __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2");
+  if (!__builtin_cpu_supports("avx2") || !HasF16c() || !bmi) return Isa::kBaseline;
   const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
   return avx512 ? Isa::kAvx512 : Isa::kAvx2;
