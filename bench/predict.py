@@ -23,7 +23,8 @@ from typing import Any
 
 import torch
 from comparison.records import Run, Store
-from comparison.tables import LOOPBACK
+from comparison.tables import LOOPBACK, best_peer, rows_of
+from contenders.catalogue import ENTRIES
 from plan_measured import TOLERANCE, alone, cluster_of, median, model_of, moved_of, of_own_step
 
 RESULTS = Path(__file__).parent / "results"
@@ -139,7 +140,25 @@ def compared(predicted: dict[str, Any], measured: Store) -> str:
     ]  # fmt: skip
     for key, name, step, taken in rows:
         lines.append(f"| {key} | {name} | {1e3 * step:,.0f} | {1e3 * taken:,.0f} | {100 * (step / taken - 1):+.0f} % |")
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, *_ratios(predicted["step_s"], measured)]) + "\n"
+
+
+def _ratios(step_s: dict[str, dict[str, float]], measured: Store) -> list[str]:
+    """The lines of a table of this library's speeds over those of the peer that was the fastest."""
+    rows = []
+    for key, steps in step_s.items():
+        run = measured.run(key)
+        for row in rows_of(key, {key: run}, {}):
+            name, peer = row["system"], best_peer(run, row["accumulation"])
+            if name in steps and peer in steps and "vs_best" in row and ENTRIES[name].module == "zero_optimizer":
+                rows.append((key, name, peer, steps[peer] / steps[name], row["vs_best"]))
+    near = sum(abs(guess / ratio - 1) <= TOLERANCE for *_, guess, ratio in rows)
+    body = [f"| {key} | {name} | {peer} | {guess:.2f} | {ratio:.2f} |" for key, name, peer, guess, ratio in rows]
+    return [
+        "", "## Speeds over the best peer's", "",
+        f"{near} of {len(rows)} ratios of this library's systems to the best peer within {TOLERANCE:.0%}.", "",
+        "| run | system | best peer | predicted | measured |", "|---|---|---|---|---|", *body,
+    ]  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -34,6 +34,7 @@ MODEL, BATCH = "main", "main"
 CURVES = {
     "ddp": "fp32-ddp",
     "ddp bf16 gradients": "fp32-ddp",
+    "ddp bf16 two hops": "fp32-ddp",
     "zero redundancy": "fp32-ddp",
     "ddp powersgd 4": "ddp-powersgd-4",
     "ddp powersgd 16": "ddp-powersgd-16",
