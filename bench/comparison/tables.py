@@ -17,12 +17,12 @@ from comparison.intervals import CONFIDENCE, FEWEST, interval
 from comparison.records import Run, System
 
 __all__ = [
-    "INTERVAL", "MAIN", "Key", "bases", "best_peer", "cells", "markdown", "num_cores", "of_accumulation", "rate_mbit",
-    "rates", "rows_of", "table",
+    "INTERVAL", "MAIN", "OVER_HSDP", "Key", "bases", "best_peer", "cells", "markdown", "num_cores", "of_accumulation",
+    "rate_mbit", "rates", "rows_of", "table",
 ]  # fmt: skip
 
-FSDP2 = "fsdp2 "
-"""How the names of its systems start; the fastest of them is the baseline."""
+FSDP2, HSDP = "fsdp2 ", "hsdp "
+"""How the names of their systems start; the fastest of each is a baseline."""
 OURS = ("zero_optimizer", "alone")
 """Modules of contenders that are no peers: this library, and training without communication."""
 LOOPBACK = "loopback"
@@ -35,9 +35,11 @@ LOSS_TOLERANCE = {"float32": 5e-5, "bfloat16": 5e-2}
 SPREAD, INTERVAL = "lowest to highest", f"{CONFIDENCE:.0%} interval"
 """Titles of two values in a cell."""
 CPU, MAIN = "CPU, s", "of main threads, s"
+OVER_HSDP = "against HSDP"
 COLUMNS = {
     "system": ("system", ""), "step, ms": ("step_ms", ",.1f"), SPREAD: ("step_range_ms", ",.1f"),
     "tokens/s": ("tokens_per_s", ",.0f"), "against FSDP2": ("vs_fsdp2", ".2f"),
+    OVER_HSDP: ("vs_hsdp", ".2f"),
     "against the best peer": ("vs_best", ".2f"),
     "network's share": ("network_share", ".1%"),
     "computation's share": ("compute_share", ".1%"), "wire, MB a node": ("wire_mb", ".2f"),
@@ -46,7 +48,7 @@ COLUMNS = {
     CPU: ("cpu_s", ".3f"), MAIN: ("main_s", ".3f"), INTERVAL: ("vs_best_interval", ".2f"), "remark": ("remark", ""),
 }  # fmt: skip
 """Title -> key of a row, and format of its value."""
-OPTIONAL = ("distance", "of another order", CPU, MAIN, INTERVAL)
+OPTIONAL = (OVER_HSDP, "distance", "of another order", CPU, MAIN, INTERVAL)
 """Titles that are left out of a table without these figures."""
 NOTES = """\
 Medians over rounds; the systems run interleaved, in another order each round. Network's share: 1 - step on
@@ -105,8 +107,8 @@ def rows_of(key: Key, runs: dict[Key, Run], memory: dict[str, dict[str, Any]]) -
         for column, times in (("cpu_s", system.cpu_seconds), ("main_s", system.caller_seconds)):
             row[column] = statistics.median(times) if times else None
         row |= {figure: getattr(system, figure) for figure in ("units", "distance", "order_distance")}
-        best, fsdp2 = best_peer(run, count), best_peer(run, count, FSDP2)
-        for column, peer in (("vs_fsdp2", fsdp2), ("vs_best", best)):
+        best, fsdp2, hsdp = (best_peer(run, count, kind) for kind in ("", FSDP2, HSDP))
+        for column, peer in (("vs_fsdp2", fsdp2), ("vs_hsdp", hsdp), ("vs_best", best)):
             if peer is not None and (of_peer := run.systems.get(peer, System())).seconds:
                 row[column] = _median_ratio(of_peer, system)
         ratios = [] if best in (None, name) else _ratios(run.systems[best], system)
@@ -180,6 +182,7 @@ def rates(
     last = {
         "best peer": best,
         f"{ours} over the best peer": ratios,
+        f"its {INTERVAL}": [" to ".join(f"{end:.2f}" for end in row.get("vs_best_interval", ())) for row in of_ours],
         f"{ours} over a peer that hides all it can": bounds,
         f"{ours} over computing alone or its bytes": shares,
         f"cores busy with {ours}": busy,
@@ -264,9 +267,10 @@ def bases(run: Run, count: int) -> str:
     what = "One batch a step." if count == 1 else f"{count} batches a step, accumulated."
     if is_inexact:
         return f"{count} steps between two exchanges."
-    peers = best_peer(run, count, FSDP2), best_peer(run, count)
-    named = ["none" if name is None else f"`{name}`" for name in peers]
-    return f"{what} FSDP2: {named[0]}. Best peer: {named[1]}."
+    fsdp2, hsdp, best = (best_peer(run, count, kind) for kind in (FSDP2, HSDP, ""))
+    named = {"FSDP2": fsdp2 or "none", "HSDP": hsdp, "Best peer": best or "none"}
+    peers = [f"{kind}: {name if name == 'none' else f'`{name}`'}." for kind, name in named.items() if name]
+    return " ".join([what, *peers])
 
 
 def _last_common_step(run: Run, accumulation: int) -> str | None:

@@ -84,7 +84,7 @@ def test_tables_from_recorded_json(tmp_path: Path) -> None:
     )
     assert "RuntimeError: a / b |" in text
     assert "One batch a step. FSDP2: `fsdp2 reshard=True`. Best peer: `ddp`." in text
-    one, accumulating = text.split("4 batches a step, accumulated. FSDP2: `fsdp2 reshard=False x4`. Best peer: `hsdp ")
+    one, accumulating = text.split("4 batches a step, accumulated. FSDP2: `fsdp2 reshard=False x4`. HSDP: `hsdp ")
     assert "x4" not in one.partition("## float32, network, 200mbit")[2]
     assert accumulating.count("\n| ") == 5
     assert runs[key].unfinished(["ddp", "deepspeed stage 3", "zero stage 1"], 3) == ["zero stage 1"]

@@ -91,7 +91,11 @@ def test_the_comparison_counts_rows_within_a_fifth(tmp_path: Path, capsys: pytes
     output = tmp_path / "predictions"
     predict.main(["--alone", alone, "--calibration", before, "--networks", "loopback", "--output", str(output)])
     assert "Predicted, not measured" in capsys.readouterr().out
-    taken = {"ddp": {"seconds": [2.2 / 1.19]}, "delta-hpz x4": {"seconds": [8.2 / 0.79], "accumulation": 4}}
+    # as many batches, so that they are compared
+    taken = {
+        name: {"seconds": [seconds], "wire_nbytes": [0.0], "accumulation": 4}
+        for name, seconds in (("ddp", 2.2 / 1.19), ("delta-hpz x4", 8.2 / 0.79))
+    }
     measured = str(_store(tmp_path / "new.json", "users", {"seq_length": 32}, {"loopback": taken}))
     arguments = ["--predictions", str(output.with_suffix(".json")), "--measured", measured]
     predict.main([*arguments, "--output", str(tmp_path / "beside")])
@@ -100,6 +104,8 @@ def test_the_comparison_counts_rows_within_a_fifth(tmp_path: Path, capsys: pytes
     assert "1 of 2 rows within 20%: 50.0%" in page
     assert "| bfloat16 users loopback | ddp | 2,200 | 1,849 | +19 % |" in page
     assert "-21 % |" in page
+    assert "0 of 1 ratios" in page
+    assert page.endswith("| bfloat16 users loopback | delta-hpz x4 | ddp | 0.27 | 0.18 |\n")
     other = str(_store(tmp_path / "new.json", "users", {"seq_length": 64}, {"loopback": taken}))
     with pytest.raises(ValueError, match="must have the batch 'users'"):
         predict.main([*arguments[:-1], other])
