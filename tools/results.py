@@ -138,6 +138,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "slowest": lambda: _compared("compare_13m_10mbit", "bfloat16 network 10mbit", 1, SLOWEST_COLUMNS),
     "one line": lambda: _compared("compare_one_line", "bfloat16 users 100mbit", 1, ONE_LINE_COLUMNS),
     "to loss": lambda: _to_loss("100mbit"),
+    "to loss 10mbit": lambda: _to_loss("10mbit"),
     "losses": lambda: _losses("tiny-1500.md"),
     "losses tuned": lambda: _losses("tiny-tuned-1e-5-200.md"),
     "losses tuned 1e-6": lambda: _losses("tiny-tuned-1e-6-200.md"),
