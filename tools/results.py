@@ -40,6 +40,7 @@ NETWORK_COLUMNS = [
     "model states, MiB", INTERVAL,
 ]  # fmt: skip
 SLOWEST_COLUMNS = ["system", "step, ms", "against FSDP2", "against the best peer", "wire, MB a node"]
+OFFLOAD_COLUMNS = ["system", "step, ms", "tokens/s", "against the best peer", INTERVAL]
 ONE_LINE_COLUMNS = ["system", "step, ms", "tokens/s", "against the best peer", "wire, MB a node", INTERVAL]
 MUON_COLUMNS = ["system", "step, ms", "tokens/s", "against the best peer", "wire, MB a node", "distance", INTERVAL]
 MACHINE_COLUMNS = [
@@ -133,6 +134,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "steps x4": lambda: _compared("compare_13m_steps", "bfloat16 network 200mbit", 4, NETWORK_COLUMNS),
     "machine": lambda: _compared("compare_machine_4", "bfloat16 compute loopback", 1, MACHINE_COLUMNS),
     "machine float32": lambda: _compared("compare_machine_4", "float32 compute loopback", 1, MACHINE_COLUMNS),
+    "machine offload": lambda: _compared("compare_machine_offload", "bfloat16 compute loopback", 1, OFFLOAD_COLUMNS),
     "muon": lambda: _compared("compare_machine_muon", "bfloat16 network loopback", 1, MUON_COLUMNS),
     "muon network": lambda: _compared("compare_muon", "bfloat16 network 200mbit", 1, MUON_COLUMNS),
     "slowest": lambda: _compared("compare_13m_10mbit", "bfloat16 network 10mbit", 1, SLOWEST_COLUMNS),
