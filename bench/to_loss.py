@@ -11,9 +11,9 @@ own schedule of the learning rate, and DiLoCo's outer rates a system has the one
 
 Synchronous systems without quantization have the losses of one of them: `bf16-zero3` stands for all with 16-bit
 parameters, `fp32-ddp`, trained in float32, for those with float32 parameters, whose steps are timed under autocast.
-PowerSGD sends whole gradients, as `ddp`, in the first tenth of its training. The time of a step is the mean over the
-rounds, as slow steps of a training count, too. ± is the standard error: of steps and bytes over the seeds, of the
-seconds over seeds and rounds.
+PowerSGD sends whole gradients, as `ddp`, in the first tenth of its training. The time of a step is the median over the
+rounds, as a system's first steps do some work that later ones do not. ± is the standard error: of steps and bytes over
+the seeds, of the seconds over seeds and rounds.
 """
 
 from __future__ import annotations
@@ -101,7 +101,12 @@ def _candidates(name: str, run: Run, records: list[Record], target: float) -> It
             [min(whole, step) * first + max(step - whole, 0) * later for step in reached]
             for first, later in zip(whole_cost, own, strict=True)
         )
-        mean, error = statistics.fmean(of_seconds), statistics.fmean(reached) * timing_error
+        of_whole = _standard_error(run.systems[WHOLE].seconds) if whole else 0.0
+        parts = statistics.fmean(min(whole, step) for step in reached), statistics.fmean(reached)
+        mean, error = (
+            statistics.fmean(of_seconds),
+            math.hypot(parts[0] * of_whole, (parts[1] - parts[0]) * timing_error),
+        )
         cells += [_with_error(reached, ".0f"), f"{1e3 * own[0]:,.0f}", _with_error(of_seconds, ",.0f", error)]
         yield mean, [*cells, _with_error(of_bytes, ",.0f")]
 
@@ -109,7 +114,7 @@ def _candidates(name: str, run: Run, records: list[Record], target: float) -> It
 def _cost_of_step(system: System) -> tuple[float, float]:
     """Seconds and MB of an optimizer step; a round of DiLoCo has several, until its next exchange."""
     nbytes = statistics.median(system.wire_nbytes)
-    return statistics.fmean(_seconds(system)) / system.accumulation, nbytes / 1e6 / system.accumulation
+    return statistics.median(_seconds(system)) / system.accumulation, nbytes / 1e6 / system.accumulation
 
 
 def _seconds(system: System) -> list[float]:

@@ -126,6 +126,7 @@ def _to_loss(network: str) -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "users": lambda: _rates("compare_users", "users", 1),
     "users x4": lambda: _rates("compare_users", "users", 4),
+    "users x4 fast": lambda: _compared("compare_users_x4", "bfloat16 users 1gbit", 4, NETWORK_COLUMNS),
     "users steps": lambda: _rates("compare_users_steps", "users", 1),
     "small batch": lambda: _compared("compare_small_batch", "float32 network loopback", 1, PARTS_COLUMNS),
     "network": lambda: _compared("compare_13m", "bfloat16 network 200mbit", 1, NETWORK_COLUMNS),

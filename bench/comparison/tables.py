@@ -74,7 +74,7 @@ in as many steps, PowerSGD and DiLoCo, are compared by the time to a loss, with 
 
 The interval is that of "against the best peer", the median of the rounds' ratios, by order statistics.
 """
-SETTLED = "A step ends when all that it sends has arrived, also what the next step would hide."
+SETTLED = "The last step of a round ends when all that was sent has arrived, also what a next step would hide."
 UNSETTLED = (
     "What `delta-hpz` sends after a step is not in its time: the next step's forward would hide all or part of it."
 )
