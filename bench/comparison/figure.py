@@ -1,7 +1,7 @@
 """Plot the results of compare.py: tokens/s against the rate of the network, a panel for each precision and batch.
 
 A panel has a curve for each kind of system: of those measured on the most networks, the one that is fastest on the
-slowest. The tables have them all. Where no other library was measured there is no panel.
+slowest. The tables have them all. Where no other library was measured, or one kind alone, there is no panel.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def figure_of(runs: dict[Key, Run]) -> Figure:
         name, _, network = key.rpartition(" ")
         for row in rows_of(key, runs, {}):
             panels.setdefault((name, row["accumulation"]), {}).setdefault(network, []).append(row)
-    panels = {which: networks for which, networks in panels.items() if _has_peer(next(iter(networks.values())))}
+    panels = {which: networks for which, networks in panels.items() if _has_several(list(networks.values()))}
     figure = Figure(figsize=(PANEL_INCHES[0] * len(panels), PANEL_INCHES[1]), layout="constrained")
     for index, ((name, accumulation), networks) in enumerate(panels.items()):
         panel = figure.add_subplot(1, len(panels), index + 1)
@@ -69,8 +69,9 @@ def figure_of(runs: dict[Key, Run]) -> Figure:
     return figure
 
 
-def _has_peer(rows: list[dict[str, Any]]) -> bool:
-    return any(row["system"].startswith(KINDS[:4]) and "tokens_per_s" in row for row in rows)
+def _has_several(networks: list[list[dict[str, Any]]]) -> bool:
+    has_peer = any(row["system"].startswith(KINDS[:4]) and "tokens_per_s" in row for row in networks[0])
+    return has_peer and len(fastest_of_kinds(networks)) > 1
 
 
 def draw(runs: dict[Key, Run], path: Path) -> None:
