@@ -227,7 +227,7 @@ def main() -> int:
                 if arguments.ranks_per_node != RANKS_PER_NODE:
                     shape["ranks_per_node"] = arguments.ranks_per_node
                 of_rounds = {"nodes": arguments.nodes, "steps": arguments.steps}
-                if arguments.warmup > 1:  # files from before know no other
+                if arguments.warmup > 1:  # older files do not say that it was 1
                     of_rounds["warmup"] = arguments.warmup
                 store.check_shape(batch, shape | of_rounds)
                 store.write()

@@ -102,13 +102,10 @@ def _candidates(name: str, run: Run, records: list[Record], target: float) -> It
             for first, later in zip(whole_cost, own, strict=True)
         )
         of_whole = _standard_error(run.systems[WHOLE].seconds) if whole else 0.0
-        parts = statistics.fmean(min(whole, step) for step in reached), statistics.fmean(reached)
-        mean, error = (
-            statistics.fmean(of_seconds),
-            math.hypot(parts[0] * of_whole, (parts[1] - parts[0]) * timing_error),
-        )
+        first = statistics.fmean(min(whole, step) for step in reached)
+        error = math.hypot(first * of_whole, (statistics.fmean(reached) - first) * timing_error)
         cells += [_with_error(reached, ".0f"), f"{1e3 * own[0]:,.0f}", _with_error(of_seconds, ",.0f", error)]
-        yield mean, [*cells, _with_error(of_bytes, ",.0f")]
+        yield statistics.fmean(of_seconds), [*cells, _with_error(of_bytes, ",.0f")]
 
 
 def _cost_of_step(system: System) -> tuple[float, float]:
@@ -118,7 +115,7 @@ def _cost_of_step(system: System) -> tuple[float, float]:
 
 
 def _seconds(system: System) -> list[float]:
-    """Of all rounds but the first of PowerSGD, which still sends whole gradients."""
+    """The times of the rounds, without the first of PowerSGD, which still sends whole gradients."""
     most = 2 * statistics.median(system.wire_nbytes)
     return [seconds for seconds, nbytes in zip(system.seconds, system.wire_nbytes, strict=True) if nbytes < most]
 

@@ -149,6 +149,7 @@ class XorCoded:
 
 
 Calls = dict[str, Callable[[], object]]
+"""What is timed, by name."""
 
 
 def other_coders(coded: Coded) -> tuple[Calls, dict[str, int]]:

@@ -33,7 +33,7 @@ from comparison.tables import (  # noqa: E402
     rates,
     rows_of,
     table,
-)  # fmt: skip
+)
 
 NETWORK_COLUMNS = [
     "system", "step, ms", "tokens/s", "against FSDP2", OVER_HSDP, "against the best peer", "wire, MB a node",

@@ -268,9 +268,9 @@ def bases(run: Run, count: int) -> str:
     if is_inexact:
         return f"{count} steps between two exchanges."
     fsdp2, hsdp, best = (best_peer(run, count, kind) for kind in (FSDP2, HSDP, ""))
-    named = {"FSDP2": fsdp2 or "none", "HSDP": hsdp, "Best peer": best or "none"}
-    peers = [f"{kind}: {name if name == 'none' else f'`{name}`'}." for kind, name in named.items() if name]
-    return " ".join([what, *peers])
+    named = {"FSDP2": fsdp2, "HSDP": hsdp, "Best peer": best}
+    shown = {kind: f"`{name}`" if name else "none" for kind, name in named.items() if name or kind != "HSDP"}
+    return " ".join([what, *(f"{kind}: {name}." for kind, name in shown.items())])
 
 
 def _last_common_step(run: Run, accumulation: int) -> str | None:

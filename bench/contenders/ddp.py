@@ -27,7 +27,7 @@ ONE_BUCKET = 1 << 20
 """MiB of a bucket for PowerSGD: it starts exchanges in gloo's threads, and those of two buckets would mix."""
 
 SMALL_BUCKET = 4
-"""MiB of a bucket that goes over nodes in hops: so that most of them are sent while backward goes on."""
+"""MiB of a bucket with ``hops_by_node``, so that most buckets are sent while backward runs; not tuned."""
 
 WHOLE_SHARE = 0.1
 """Of a training, the steps that send whole gradients before PowerSGD starts, as torch recommends."""
@@ -79,9 +79,10 @@ def _in_bf16(state: object, bucket: GradBucket) -> Future[Tensor]:  # noqa: ARG0
 
 
 class Hops:
-    """Adds a bfloat16 bucket within each node, a part of it over the nodes by each rank, and gathers the parts.
+    """Averages a bucket in bfloat16: adds it inside each node, then over the nodes, where a rank sends one part of it.
 
-    Each hop has a thread, so that the buckets, in the same order on all ranks, go through the hops at the same time.
+    Each hop has one thread and one process group. So buckets are in the same order on all ranks, and while one is in
+    the second hop the next is in the first.
     """
 
     def __init__(self, per_node: int) -> None:
@@ -93,7 +94,7 @@ class Hops:
         self._threads = [ThreadPoolExecutor(1) for _ in range(3)]
 
     def start(self, buffer: Tensor) -> Future[Tensor]:
-        """Begin with a bucket, float32; it is the mean over all ranks when the future is done."""
+        """Start with a float32 bucket, which holds the mean over all ranks when the future is done."""
         padded = torch.zeros(-(-buffer.numel() // self._count) * self._count, dtype=torch.bfloat16)
         padded[: buffer.numel()] = buffer / dist.get_world_size()
         done: Future[Tensor] = Future()
