@@ -45,8 +45,8 @@ RUNS: dict[str, dict[str, Any]] = {
     "stage 2": {"stage": 2},
     "stage 3": {"stage": 3},
     "zero++": {"stage": 3, "zero_quantized_weights": True, "zero_quantized_gradients": True, "hpz_partition_size": 2},
-    "delta": {"stage": 2, "mode": "delta"},
-    "delta-hpz": {"stage": 3, "mode": "delta_hpz"},
+    "delta": {"stage": 2, "mode": "delta", "changes": "quantized"},
+    "delta-hpz": {"stage": 3, "mode": "delta_hpz", "changes": "quantized"},
 }
 STEPS = 3
 ROUNDS = 9

@@ -474,17 +474,18 @@ def _compressed() -> Iterable[tuple[str, Run | Then]]:
     for name in ("int8", "int4", "nf4", "fp8_e4m3"):
         yield f"format-stage3-{name}", partial(plus, weight_format=name, gradient_format=("int8", name))
     yield "format-stage1-int8-int4", partial(plus, stage=1, **weights, **gradients)
+    delta, hpz = ({"mode": mode, "changes": "quantized"} for mode in ("delta", "delta_hpz"))
     for stage in (1, 2):
-        yield f"delta-stage{stage}", partial(plus, stage=stage, mode="delta", gradient_format="int4")
+        yield f"delta-stage{stage}", partial(plus, stage=stage, **delta, gradient_format="int4")
     for stage, mode in ((1, "delta"), (3, "delta_hpz")):
         exact = {"mode": mode, "changes": "exact", "ends_with_forward": True}
         yield f"exact-changes-stage{stage}", partial(plus, stage=stage, **exact)
-    yield "delta_hpz", partial(plus, mode="delta_hpz")
-    yield "delta_hpz-gradient_error", partial(plus, mode="delta_hpz", gradient_error=0.15)
-    yield "delta_hpz-accumulation2", partial(plus, mode="delta_hpz", loop={"num_micro": 2})
+    yield "delta_hpz", partial(plus, **hpz)
+    yield "delta_hpz-gradient_error", partial(plus, **hpz, gradient_error=0.15)
+    yield "delta_hpz-accumulation2", partial(plus, **hpz, loop={"num_micro": 2})
     yield (
         "delta_hpz-damped-residual-clipping",
-        partial(plus, mode="delta_hpz", residual_beta=0.9, residual_reset_interval=3, loop={"max_norm": 0.1}),
+        partial(plus, **hpz, residual_beta=0.9, residual_reset_interval=3, loop={"max_norm": 0.1}),
     )
 
 
@@ -540,7 +541,7 @@ def _others() -> Iterable[tuple[str, Run | Then]]:
     for before, after, world_size in ((3, 1, 2), (1, 3, 2), (2, 2, 4)):
         jobs = (WORLD_SIZE, partial(save, stage=before)), (world_size, partial(resume, stage=after))
         yield f"checkpoint-stage{before}-to-{after}-on-{world_size}-ranks", Then(jobs)
-    delta = {"mode": "delta_hpz"}
+    delta = {"mode": "delta_hpz", "changes": "quantized"}
     yield "checkpoint-delta_hpz", Then(((WORLD_SIZE, partial(save, **delta)), (WORLD_SIZE, partial(resume, **delta))))
     for operation in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all"):
         yield f"collective-{operation}", partial(exchange, operation=operation)

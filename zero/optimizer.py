@@ -53,7 +53,14 @@ from zero._runtime.memory_report import MemoryReport, measure
 from zero._runtime.optimizer_parts import OptimizerParts, values_of
 from zero._runtime.runtime import Runtime
 from zero._runtime.shard_state import check_fits, load_masters, restore_parts, shard_state
-from zero._runtime.validate import announce, check_inputs, choose_formats, described_placement, whole_parameters
+from zero._runtime.validate import (
+    announce,
+    check_inputs,
+    choose_changes,
+    choose_formats,
+    described_placement,
+    whole_parameters,
+)
 from zero._step.clip import clip_grad_norm_, fold_clipping
 from zero._step.final_gradients import FinalGradients, GradScalerHook
 from zero._step.update import Update
@@ -136,7 +143,8 @@ class ZeroOptimizer(Optimizer):
         groups = as_groups(model, optimizer)
         self._group_of = {param: index for index, group in enumerate(groups) for param in group["params"]}
         whole = whole_parameters(groups, plan, optimizer)
-        settings, chosen = choose_formats(model, plan.settings, topology, whole)
+        settings = choose_changes(model, plan.settings, topology)
+        settings, chosen = choose_formats(model, settings, topology, whole)
         is_log_rank = topology.rank == self._model_parallel.rank == 0
         self._runtime = Runtime(model, settings, topology, whole, is_log_rank=is_log_rank)
         details = (*chosen, *described_placement(self._runtime.buckets))

@@ -33,7 +33,7 @@ ENTRIES = {
 ONE_MACHINE = tuple(ENTRIES)
 """Those without a network between nodes."""
 ZEROPP = {"stage": 3, "quantized_weights": True, "quantized_gradients": True, "stays_in_node": True}
-DELTA = {"stage": 3, "mode": "delta_hpz"}
+DELTA = {"stage": 3, "mode": "delta_hpz", "changes": "quantized"}
 SMALL_PERSISTENT = {"stage": 3, "stage3_param_persistence_threshold": 100_000}
 """DeepSpeed's default persistence threshold: smaller parameters stay full. This library's default is 0."""
 OFFLOADED = {"stage": 3, "offload": "cpu"}

@@ -46,7 +46,7 @@ def _recipe(name: str, description: str) -> Configuration:
     return Configuration(description, options=formats, stays_in_node=True)
 
 
-DELTA = {"mode": "delta_hpz"}
+DELTA = {"mode": "delta_hpz", "changes": "quantized"}
 ZEROPP = {"quantized_weights": True, "quantized_gradients": True}
 CONFIGURATIONS = {
     "fp32-ddp": Configuration("DDP in float32", torch.float32, is_ddp=True),

@@ -36,7 +36,7 @@ STEPS = 2
 HOST: dict[str, Any] = {"offload_optimizer": {"device": "cpu"}}
 QUANTIZED: dict[str, Any] = {"quantized_weights": True, "quantized_gradients": True}
 ZEROPP: dict[str, Any] = QUANTIZED | {"stage": 3, "hpz_partition_size": 2}
-DELTA_HPZ: dict[str, Any] = {"stage": 3, "mode": "delta_hpz"}
+DELTA_HPZ: dict[str, Any] = {"stage": 3, "mode": "delta_hpz", "changes": "quantized"}
 CASES: dict[str, dict[str, Any]] = {
     "stage 0": {"stage": 0},
     "stage 1": {"stage": 1, "gradient_accumulation_steps": 2},
@@ -48,7 +48,7 @@ CASES: dict[str, dict[str, Any]] = {
     "ZeRO++": ZEROPP,
     "ZeRO++, secondary partition on the host": ZEROPP | {"hpz_secondary_device": "cpu"},
     "other formats": {"stage": 3, "weight_format": "int8:asym", "gradient_format": ("nf4/32:hadamard", "int4/96")},
-    "delta": {"stage": 2, "mode": "delta"},
+    "delta": {"stage": 2, "mode": "delta", "changes": "quantized"},
     "delta-hpZ": DELTA_HPZ,
     "delta-hpZ, accumulating": DELTA_HPZ | {"gradient_accumulation_steps": 2, "residual_beta": 0.5},
     "frozen weights at rest": {"stage": 3, "quantized_nontrainable_weights": True},

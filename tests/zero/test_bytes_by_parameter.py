@@ -30,8 +30,8 @@ CASES: dict[str, dict[str, Any]] = {
     "ZeRO++ at stage 1": {"stage": 1, "quantized_weights": True, "quantized_gradients": True},
     "ZeRO++": {"stage": 3, "quantized_weights": True, "quantized_gradients": True, "hpz_partition_size": 2},
     "frozen as INT8": {"stage": 3, "quantized_nontrainable_weights": True},
-    "delta-hpZ": {"stage": 3, "mode": "delta_hpz"},
-    "delta": {"stage": 2, "mode": "delta"},
+    "delta-hpZ": {"stage": 3, "mode": "delta_hpz", "changes": "quantized"},
+    "delta": {"stage": 2, "mode": "delta", "changes": "quantized"},
     "offload": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
 }
 

@@ -26,7 +26,7 @@ from zcomm import ConfigError, StateError, control
 from zero import GatheredParameters, ZeroOptimizer
 from zero.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 
-MODE: dict[str, Any] = {"mode": "delta", "ranks_per_node": 2}
+MODE: dict[str, Any] = {"mode": "delta", "changes": "quantized", "ranks_per_node": 2}
 
 
 def check_ranks_agree(optimizer: ZeroOptimizer) -> None:
@@ -126,13 +126,13 @@ def _sent(rank: int, per_node: int, **options: Any) -> tuple[list[float], list[f
 
 def _check_traffic(rank: int) -> None:
     for stage in (1, 2):
-        inter, intra, total = _sent(rank, 2, stage=stage, mode="delta")
+        inter, intra, total = _sent(rank, 2, stage=stage, mode="delta", changes="quantized")
         assert 0.25 < min(inter) <= max(inter) < 0.27, inter
         assert max(intra) < 0.55, intra
         assert max(total) < 0.28, "step() sends something else"
     assert _sent(rank, 2, stage=2)[0][-1] == pytest.approx(1), "plain stage 2"
-    assert 0.25 < _sent(rank, 1, stage=2, mode="delta")[0][-1] < 0.27, "one rank a node"
-    assert max(_sent(rank, 4, stage=2, mode="delta")[2]) == 0, "one node"
+    assert 0.25 < _sent(rank, 1, stage=2, mode="delta", changes="quantized")[0][-1] < 0.27, "one rank a node"
+    assert max(_sent(rank, 4, stage=2, mode="delta", changes="quantized")[2]) == 0, "one node"
 
 
 def test_bytes_between_nodes() -> None:

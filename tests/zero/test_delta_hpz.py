@@ -187,7 +187,7 @@ def _check_against_oracle(rank: int) -> None:
         inner = torch.optim.SGD(model.parameters(), lr=RATE)
         with zero_optimizer(
             model, inner, stage=3, mode="delta_hpz", ranks_per_node=2, gradient_accumulation_steps=num_micro,
-            residual_beta=beta, residual_reset_interval=reset_interval,
+            changes="quantized", residual_beta=beta, residual_reset_interval=reset_interval,
         ) as optimizer:  # fmt: skip
             for step in range(4):
                 for micro in range(num_micro):
@@ -255,7 +255,7 @@ def _units_of_steps(rank: int, per_node: int, num_micro: int, frozen: int = 0, *
 
 
 def _check_traffic(rank: int) -> None:
-    mode = {"mode": "delta_hpz"}
+    mode = {"mode": "delta_hpz", "changes": "quantized"}
     for num_micro in (1, 4):
         assert max(_units_of_steps(rank, 2, num_micro, **mode)) <= 0.55, num_micro
     plain = _units_of_steps(rank, 2, 4, stage3_max_reuse_distance=0)
@@ -276,7 +276,8 @@ def _check_skipped_steps(rank: int) -> None:
     model = new_model(torch.float32)
     with zero_optimizer(
         model, torch.optim.AdamW(model.parameters(), lr=1e-2), stage=3, mode="delta_hpz", ranks_per_node=2,
-        gradient_accumulation_steps=2, fp16={"enabled": True, "initial_scale_power": 10, "hysteresis": 1},
+        changes="quantized", gradient_accumulation_steps=2,
+        fp16={"enabled": True, "initial_scale_power": 10, "hysteresis": 1},
     ) as optimizer:  # fmt: skip
         train(model, optimizer, rank, steps=2, num_micro=2)
         residuals, replicas = residuals_of(optimizer), replicas_of(optimizer).clone()
@@ -302,7 +303,7 @@ def _check_skipped_steps(rank: int) -> None:
 
 def _check_writes(rank: int) -> None:
     model = new_model(torch.bfloat16)
-    with zero_optimizer(model, stage=3, mode="delta_hpz", ranks_per_node=2) as optimizer:
+    with zero_optimizer(model, stage=3, mode="delta_hpz", changes="quantized", ranks_per_node=2) as optimizer:
         check_replicas_are_the_masters(optimizer, model)
         saved = copy.deepcopy(optimizer.state_dict())
         train(model, optimizer, rank, steps=2)
@@ -340,7 +341,12 @@ def _check_drift(rank: int) -> None:
     """Replicas must not drift from the masters: their distance stays of the order of bfloat16's rounding."""
     model, distances = new_model(torch.bfloat16), []
     with zero_optimizer(
-        model, torch.optim.AdamW(model.parameters(), lr=1e-3), stage=3, mode="delta_hpz", ranks_per_node=2
+        model,
+        torch.optim.AdamW(model.parameters(), lr=1e-3),
+        stage=3,
+        mode="delta_hpz",
+        changes="quantized",
+        ranks_per_node=2,
     ) as optimizer:
         for _ in range(4):
             train(model, optimizer, rank, steps=10)

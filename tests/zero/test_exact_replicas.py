@@ -1,6 +1,6 @@
 """``changes="exact"``: whatever happens, what forward reads are the masters, rounded once, on every rank."""
 
-# covers zero/_modes/deltas.py zero/_runtime/mode_state.py zero/_config/setting_keys.py
+# covers zero/_modes/deltas.py zero/_runtime/validate.py zero/_runtime/mode_state.py zero/_config/setting_keys.py
 
 from __future__ import annotations
 
@@ -74,6 +74,27 @@ def _check_steps(rank: int, per_node: int) -> None:
 @pytest.mark.parametrize(("world_size", "per_node"), [(2, 1), (3, 1), (4, 2)])
 def test_after_each_step_forward_reads_the_rounded_masters(world_size: int, per_node: int) -> None:
     run_ranks(world_size, _check_steps, per_node)
+
+
+def _check_default(rank: int) -> None:
+    def is_exact(model: nn.Module, per_node: int = 2, **options: Any) -> bool:
+        with zero_optimizer(model, AdamW(model.parameters(), lr=1e-3), ranks_per_node=per_node, **options) as optimizer:
+            train(model, optimizer, rank, steps=1)
+            return optimizer.effective.sends_exact_changes
+
+    for mode in MODES:
+        assert is_exact(new_model(torch.bfloat16), **mode)
+        assert is_exact(new_model(torch.float16), **mode)
+        assert not is_exact(new_model(torch.bfloat16), changes="quantized", **mode)
+        assert not is_exact(new_model(torch.bfloat16), weight_format="int8", **mode)
+        assert not is_exact(new_model(torch.float32), **mode)
+        assert not is_exact(new_model(torch.bfloat16), 4, **mode)  # one node
+        with patch.object(ulps, "is_compiled", return_value=rank != 1):  # as on a machine without a compiler
+            assert not is_exact(new_model(torch.bfloat16), **mode)
+
+
+def test_it_is_the_default_for_16_bit_parameters_in_host_memory() -> None:
+    run_ranks(4, _check_default)
 
 
 def _check_capped(rank: int) -> None:

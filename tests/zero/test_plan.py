@@ -34,9 +34,9 @@ SENT = {
     "stage 3, small exchanges": {"stage": 3, "allgather_bucket_size": 10_000, "reduce_bucket_size": 10_000},
     "ZeRO++ at stage 1": {"stage": 1, "quantized_weights": True, "quantized_gradients": True},
     "ZeRO++": {"stage": 3, "quantized_weights": True, "quantized_gradients": True, "hpz_partition_size": 2},
-    "delta-hpZ": {"stage": 3, "mode": "delta_hpz"},
-    "delta": {"stage": 2, "mode": "delta"},
-    "delta, small exchanges": {"stage": 1, "mode": "delta", "reduce_bucket_size": 10_000},
+    "delta-hpZ": {"stage": 3, "mode": "delta_hpz", "changes": "quantized"},
+    "delta": {"stage": 2, "mode": "delta", "changes": "quantized"},
+    "delta, small exchanges": {"stage": 1, "mode": "delta", "changes": "quantized", "reduce_bucket_size": 10_000},
 }
 
 

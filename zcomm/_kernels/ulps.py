@@ -18,6 +18,11 @@ HEAD_NBYTES: int = ulps_reference.HEAD_NBYTES
 DTYPES = (torch.bfloat16, torch.float16)
 
 
+def is_compiled() -> bool:
+    """Whether the compiled coder is at hand; the reference, with the same bits, is far slower."""
+    return not calls.unavailable_reason() and hasattr(calls.module, "ulps_encode")
+
+
 def max_message_nbytes(numel: int) -> int:
     """The most bytes that ``numel`` elements can cost: at most 1.01 * 2 * numel + 64."""
     return ulps_reference.max_message_nbytes(numel)
@@ -43,7 +48,7 @@ def encode(new: Tensor, old: Tensor, message: Tensor) -> int:
         facts = f"old {old.dtype} [{old.numel()}], new {new.dtype} [{new.numel()}]"
         raise LayoutError(f"old and new must have one dtype and size: {facts}")
     _check_message("message", message, max_message_nbytes(new.numel()))
-    if not _uses_native():
+    if not is_compiled():
         return ulps_reference.encode(new, old, message)
     used: int = calls.module.ulps_encode(
         new.data_ptr(), old.data_ptr(), new.numel(), message.data_ptr(), message.numel()
@@ -65,7 +70,7 @@ def decode(message: Tensor, values: Tensor) -> None:
     """
     _check_values("values", values)
     _check_message("message", message, 0)
-    if not _uses_native():
+    if not is_compiled():
         ulps_reference.decode(message, values)
         return
     try:
@@ -82,17 +87,13 @@ def message_nbytes(head: Tensor) -> int:
         MessageError: It is not the start of a message.
     """
     _check_message("head", head, 0)
-    if not _uses_native():
+    if not is_compiled():
         return ulps_reference.message_nbytes(head)
     try:
         nbytes: int = calls.module.ulps_message_nbytes(head.data_ptr(), head.numel())
     except ValueError as error:
         raise MessageError(f"changes in ulps: {error}") from error
     return nbytes
-
-
-def _uses_native() -> bool:
-    return not calls.unavailable_reason() and hasattr(calls.module, "ulps_encode")
 
 
 def _check_values(name: str, tensor: Tensor) -> None:

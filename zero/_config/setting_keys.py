@@ -9,7 +9,7 @@ from zero._config.keys import key, limit
 
 MODES = ("delta_hpz", "delta")
 EXACT = "exact"
-CHANGES = ("quantized", EXACT)
+CHANGES = ("auto", "quantized", EXACT)
 REDUCE_OPS = ("mean", "sum")
 
 
@@ -112,10 +112,11 @@ class WireSettings:
         choices=MODES,
     )
     changes: str = key(
-        "quantized",
+        "auto",
         "what a mode sends of the parameters after a step. quantized: their change in weight_format (default int4). "
         "exact: their change without loss, so that replicas have the bits of the rounded masters, for 16-bit "
-        "parameters: about as many bytes as int4 in pretraining, fewer at lower learning rates",
+        "parameters: about as many bytes as int4 in pretraining, fewer at lower learning rates. auto: exact for "
+        "parameters in host memory without a weight_format, until it is measured on GPUs; else quantized",
         choices=CHANGES,
         active_if="a mode",
     )

@@ -1,4 +1,4 @@
-"""Validate the arguments of ZeroOptimizer before anything is changed, and choose formats that are ``"auto"``.
+"""Validate the arguments of ZeroOptimizer before anything is changed, and choose what is ``"auto"``.
 
 ``weight_format="auto"`` and ``gradient_format="auto"`` mean what ``zcomm probe`` found fastest on these links: one
 format for all weights and one for all gradients, by the model's largest exchange of each. It is chosen once, at
@@ -20,10 +20,13 @@ from torch.optim import Optimizer
 
 from zcomm import ConfigError, Topology
 from zcomm._collectives.auto_format import AUTO, table_of
+from zcomm._kernels import ulps
 from zcomm._transport.route import check_backend
+from zcomm.control import gather_float64
 from zero._config.parse import Configuration, Source
 from zero._config.rank_consistency import check_same
 from zero._config.resolved import ResolvedConfig, resolve_config
+from zero._config.setting_keys import EXACT
 from zero._config.settings import ZeroSettings
 from zero._model.model_checks import check_is_plain
 from zero._model.model_layout import check_model, plan_model
@@ -193,6 +196,21 @@ def announce(plan: ResolvedConfig, runtime: Runtime) -> None:
         for note in plan.notes:
             logger.warning("%s", note)
         logger.info("%s", runtime.effective)
+
+
+def choose_changes(model: nn.Module, settings: ZeroSettings, topology: Topology) -> ZeroSettings:
+    """``settings`` with what the mode sends of parameters in place of ``changes="auto"``. Collective if it is that.
+
+    Exact where that was measured to win or to be level: 16-bit parameters in host memory, by compiled kernels.
+    """
+    if settings.mode is None or settings.changes != AUTO or topology.num_nodes == 1:
+        return settings
+    trainable = [param for param in model.parameters() if param.requires_grad]
+    is_served = all(param.device.type == "cpu" and param.dtype in ulps.DTYPES for param in trainable)
+    is_served &= topology.backend != "nccl"
+    # Whether kernels are compiled is each machine's own affair, and messages of the two kinds never match.
+    is_exact = torch.tensor([is_served and settings.weight_format is None and ulps.is_compiled()])
+    return replace(settings, changes=EXACT if gather_float64(is_exact, topology).all() else "quantized")
 
 
 def choose_formats(
