@@ -14,7 +14,7 @@ A row has the zeroth-order entropy of the change of bf16(master), in units in th
 what the lossless coder really uses (``bits``), and the same for each kind of tensor. ``int4`` and ``nf4``: the entropy
 of the gradients' codes in these formats, without their scales; sent as they are, a code has 4 bits. With error feedback
 what a message has rounded off is added to the next one: ``int4+res`` is the entropy of a gradient's codes then, and
-``changes`` that of the codes in which ``mode="delta_hpz"`` with ``changes="int4"`` sends the changes.
+``changes`` that of the codes in which ``mode="delta_hpz"`` with ``changes="quantized"`` sends the changes.
 """
 
 from __future__ import annotations

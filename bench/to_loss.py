@@ -50,6 +50,7 @@ CURVES = {
     ),
     "zero++": "zeropp",
     "delta-hpz": "delta-hpz",
+    "delta-hpz exact": "delta-hpz-exact",
 }  # fmt: skip
 """The configuration of convergence.py whose losses a system of compare.py has."""
 WHOLE = "ddp"

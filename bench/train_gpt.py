@@ -63,7 +63,7 @@ def parse_arguments() -> argparse.Namespace:
     zero.add_argument(
         "--delta-hpz",
         action="store_true",
-        help="a replica in every node, updated once a step by 4-bit deltas; instead of qwZ, qgZ and hpZ",
+        help="a replica in every node, updated once a step by deltas; instead of qwZ, qgZ and hpZ",
     )
     zero.add_argument("--offload-optimizer", action="store_true", help="store masters and moments in host memory")
     zero.add_argument("--delayed-update", action="store_true", help="the same, updated during the next step")
@@ -164,6 +164,7 @@ def _name_of(optimizer: ZeroOptimizer, dtype: torch.dtype) -> str:
         "qgZ": effective.gradient_formats is not None and effective.change_format is None,
         "hpZ": effective.has_secondary,
         "delta-hpZ": effective.change_format is not None,
+        "exact": effective.sends_exact_changes,
     }
     name = " ".join([f"ZeRO-{effective.stage.number}", *(switch for switch, is_on in switches.items() if is_on)])
     name = name if any(switches.values()) else f"plain {name}"

@@ -143,11 +143,11 @@ class ZeroOptimizer(Optimizer):
         groups = as_groups(model, optimizer)
         self._group_of = {param: index for index, group in enumerate(groups) for param in group["params"]}
         whole = whole_parameters(groups, plan, optimizer)
-        settings = choose_changes(model, plan.settings, topology)
+        settings, of_changes = choose_changes(model, plan.settings, topology)
         settings, chosen = choose_formats(model, settings, topology, whole)
         is_log_rank = topology.rank == self._model_parallel.rank == 0
         self._runtime = Runtime(model, settings, topology, whole, is_log_rank=is_log_rank)
-        details = (*chosen, *described_placement(self._runtime.buckets))
+        details = (*of_changes, *chosen, *described_placement(self._runtime.buckets))
         self._runtime.effective = self._runtime.effective.with_notes(details=details)
         self._pieces = build_pieces(self._runtime.buckets, self._runtime.stage)
         try:

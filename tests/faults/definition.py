@@ -119,6 +119,7 @@ QUANTIZED = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
 STATES = {"offload_optimizer": {"device": "nvme"}, "sub_group_size": 1601}
 PARAMETERS = {"offload_param": {"device": "nvme", "max_in_cpu": 0, "buffer_size": 600}}
 HOST = {"offload_optimizer": {"device": "cpu"}}
+INT4 = {"changes": "quantized"}
 CONFIGS: dict[str, Config] = {
     "stage 1": Config({"stage": 1, **SMALL}),
     "stage 1, accumulation": Config({"stage": 1, **SMALL}, micro_batches=3, defers=True),
@@ -134,7 +135,7 @@ CONFIGS: dict[str, Config] = {
     "hpZ, 2 x 2, NVMe": Config(
         {"stage": 3, **SMALL, **QUANTIZED, "zero_hpz_partition_size": 2, **STATES, **PARAMETERS}, nodes=2
     ),
-    "delta-hpZ, 2 x 2": Config({"stage": 3, **SMALL, "mode": "delta_hpz"}, nodes=2, micro_batches=2),
+    "delta-hpZ, 2 x 2": Config({"stage": 3, **SMALL, **INT4, "mode": "delta_hpz"}, nodes=2, micro_batches=2),
     "delta-hpZ, 2 x 2, NVMe": Config({"stage": 3, **SMALL, "mode": "delta_hpz", **STATES}, nodes=2),
 }
 """Ranks of one machine stand in for nodes; in the mode "network" there are two emulated machines."""

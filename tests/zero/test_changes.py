@@ -21,7 +21,7 @@ from zero._modes.delta_hpz import Replica
 from zero._step import bucketwise_update
 from zero._step.bucketwise_update import BucketwiseUpdate
 
-MODE: dict[str, Any] = {"stage": 3, "mode": "delta_hpz", "ranks_per_node": 1}
+MODE: dict[str, Any] = {"stage": 3, "mode": "delta_hpz", "changes": "quantized", "ranks_per_node": 1}
 ELEMENTWISE = (
     "Adadelta", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
 )  # fmt: skip

@@ -20,7 +20,7 @@ from tests.zero.training import zero_optimizer
 STEPS = 4
 OPTIONS: dict[str, dict[str, Any]] = {
     **{f"stage {stage}": {"stage": stage, "stage3_param_persistence_threshold": 0} for stage in range(4)},
-    "delta": {"stage": 2, "mode": "delta"},
+    "delta": {"stage": 2, "mode": "delta", "changes": "quantized"},
     "delta_hpz": {"stage": 3, "mode": "delta_hpz"},
 }
 

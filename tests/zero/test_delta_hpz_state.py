@@ -22,7 +22,7 @@ from tests.zero.test_delta_hpz import check_nodes_agree, replicas_of, residuals_
 from tests.zero.training import assert_same_bits, full_values, train, zero_optimizer
 from zcomm import control
 
-MODE: dict[str, Any] = {"stage": 3, "mode": "delta_hpz"}
+MODE: dict[str, Any] = {"stage": 3, "mode": "delta_hpz", "changes": "quantized"}
 
 
 def _residual_sums(optimizer: zero.ZeroOptimizer) -> dict[str, Tensor]:

@@ -32,7 +32,7 @@ from zero._publish.subscriber import replayed
 from zero.cli import main
 
 HPZ = {"stage": 3, "mode": "delta_hpz", "ranks_per_node": 2}
-DELTA = {"stage": 2, "mode": "delta", "ranks_per_node": 2}
+DELTA = {"stage": 2, "mode": "delta", "changes": "quantized", "ranks_per_node": 2}
 QUANTIZED = {"stage": 2, "quantized_weights": True}
 SETTINGS: list[dict[str, Any]] = [{"stage": 0}, {"stage": 1}, {"stage": 2}, {"stage": 3}, QUANTIZED, HPZ, DELTA]
 

@@ -28,7 +28,10 @@ CASES: dict[str, dict[str, Any]] = {
         "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
         "zcomm": {"delayed_update": True},
     },
-    "delta": {"zero_optimization": {"stage": 2}, "zcomm": {"mode": "delta", "ranks_per_node": 1}},
+    "delta": {
+        "zero_optimization": {"stage": 2},
+        "zcomm": {"mode": "delta", "changes": "quantized", "ranks_per_node": 1},
+    },
     "delta-hpZ": {"zero_optimization": {"stage": 3}, "zcomm": {"mode": "delta_hpz", "ranks_per_node": 1}},
 }
 

@@ -29,8 +29,8 @@ from zero._step import bucketwise_update
 from zero._step.bucketwise_update import BucketwiseUpdate
 from zero.utils import safe_get_full_fp32_param
 
-HPZ: dict[str, Any] = {"stage": 3, "mode": "delta_hpz"}
-DELTAS: list[dict[str, Any]] = [{"stage": stage, "mode": "delta"} for stage in (1, 2)]
+HPZ: dict[str, Any] = {"stage": 3, "mode": "delta_hpz", "changes": "quantized"}
+DELTAS: list[dict[str, Any]] = [{"stage": stage, "mode": "delta", "changes": "quantized"} for stage in (1, 2)]
 PLACES = [(2, 1), (2, 2), (3, 1), (4, 2)]
 
 

@@ -16,7 +16,7 @@
 The name and offset of a part depend on the parameter alone, not on stage, bucket or world size: so a checkpoint loads
 at any other stage and world size.
 
-``mode="delta_hpz"`` adds replicas and residuals:
+``mode="delta_hpz"`` adds residuals, and replicas unless they are the rounded masters:
 
     replica/PARAM                the value of a trainable parameter that all nodes hold, in its dtype
     rank/R/residual/json, tree   what the encoding of rank R's gradients has lost between nodes

@@ -106,7 +106,7 @@ class WireSettings:
     )
     mode: str | None = key(
         None,
-        "on several nodes, send 4-bit deltas of the parameters over the network after a step. delta: stages 1 and 2. "
+        "on several nodes, send changes of the parameters over the network after a step. delta: stages 1 and 2. "
         "delta_hpz: stage 3, with a replica of the parameters in every node; gradients cross the network in 4 bits, "
         "too, once a step and not per micro-batch",
         choices=MODES,
@@ -115,8 +115,8 @@ class WireSettings:
         "auto",
         "what a mode sends of the parameters after a step. quantized: their change in weight_format (default int4). "
         "exact: their change without loss, so that replicas have the bits of the rounded masters, for 16-bit "
-        "parameters: about as many bytes as int4 in pretraining, fewer at lower learning rates. auto: exact for "
-        "parameters in host memory without a weight_format, until it is measured on GPUs; else quantized",
+        "parameters: about as many bytes as int4 in pretraining, fewer at lower learning rates. auto: exact if "
+        "all trained parameters have 16 bits and are in host memory, and weight_format is not set; else quantized",
         choices=CHANGES,
         active_if="a mode",
     )

@@ -1,8 +1,8 @@
-"""``mode="delta"``, stages 1 and 2 on several nodes: 4-bit deltas update the full parameters after a step.
+"""``mode="delta"``, stages 1 and 2 on several nodes: deltas update the full parameters after a step.
 
 They go between nodes and then inside them, as one message per shard and bucket. Gradients travel as without the mode.
 
-    after a step     update: shard - own row of the full buffer --4 bits--> added to that row on every rank
+    after a step     update: shard - own row of the full buffer --int4 or exact--> added to that row on every rank
     other writes     refresh: the shard itself, to every rank
 
 The exact shard is kept beside the buffer. What the receivers hold, own row included, differs from it by the rounding

@@ -39,7 +39,7 @@ from zero._config.settings import UNQUANTIZED, Effective, ZeroSettings
 from zero._gather.gather_sources import BucketSources, GatherOptions, Primary
 from zero._gradients.bucket_gradients import BucketGrads
 from zero._gradients.bucket_reduce_scatter import GradientReduceScatter
-from zero._modes.deltas import DeltaMode
+from zero._modes.deltas import CHANGE_FORMAT, DeltaMode
 from zero._modes.mode import MemoryShape, StepSchedule
 from zero._sharding.bucket import Bucket
 from zero._sharding.layout import Slot
@@ -92,7 +92,8 @@ class DeltaHpz(DeltaMode):
     def sources_of(self, buckets: Sequence[Bucket], options: GatherOptions, format: str) -> BucketSources:
         primary = [Primary(bucket, options) for bucket in buckets]
         replicas = {
-            bucket.index: Replica(bucket, options, format, source.exchanges)
+            # Nothing but other writes, which send values, changes frozen parameters, whatever their dtype.
+            bucket.index: Replica(bucket, options, format if bucket.is_trainable else CHANGE_FORMAT, source.exchanges)
             for bucket, source in zip(buckets, primary, strict=True)
             if not bucket.is_persistent
         }

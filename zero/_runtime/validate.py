@@ -22,7 +22,6 @@ from zcomm import ConfigError, Topology
 from zcomm._collectives.auto_format import AUTO, table_of
 from zcomm._kernels import ulps
 from zcomm._transport.route import check_backend
-from zcomm.control import gather_float64
 from zero._config.parse import Configuration, Source
 from zero._config.rank_consistency import check_same
 from zero._config.resolved import ResolvedConfig, resolve_config
@@ -198,19 +197,24 @@ def announce(plan: ResolvedConfig, runtime: Runtime) -> None:
         logger.info("%s", runtime.effective)
 
 
-def choose_changes(model: nn.Module, settings: ZeroSettings, topology: Topology) -> ZeroSettings:
-    """``settings`` with what the mode sends of parameters in place of ``changes="auto"``. Collective if it is that.
+def choose_changes(model: nn.Module, settings: ZeroSettings, topology: Topology) -> tuple[ZeroSettings, list[str]]:
+    """``settings`` with what the mode sends of parameters in place of ``changes="auto"``, and why, in words.
 
-    Exact where that was measured to win or to be level: 16-bit parameters in host memory, by compiled kernels.
+    Exact where that was measured to win or to be level: trained parameters of 16 bits in host memory. It does not
+    depend on which kernels are compiled: they decide how long a training takes, not its bits.
     """
     if settings.mode is None or settings.changes != AUTO or topology.num_nodes == 1:
-        return settings
-    trainable = [param for param in model.parameters() if param.requires_grad]
-    is_served = all(param.device.type == "cpu" and param.dtype in ulps.DTYPES for param in trainable)
-    is_served &= topology.backend != "nccl"
-    # Whether kernels are compiled is each machine's own affair, and messages of the two kinds never match.
-    is_exact = torch.tensor([is_served and settings.weight_format is None and ulps.is_compiled()])
-    return replace(settings, changes=EXACT if gather_float64(is_exact, topology).all() else "quantized")
+        return settings, []
+    trained = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+    others = [
+        f"{name!r} is {param.dtype} on {param.device.type}"
+        for name, param in trained
+        if param.dtype not in ulps.DTYPES or param.device.type != "cpu"
+    ]
+    if settings.weight_format is not None or topology.backend == "nccl" or others:
+        return replace(settings, changes="quantized"), [f"changes auto: quantized, as {one}" for one in others[:1]]
+    slow = "" if ulps.is_compiled() else ", by the reference, which is slow: compiled kernels are not at hand"
+    return replace(settings, changes=EXACT), [f"changes auto: exact{slow}"]
 
 
 def choose_formats(
