@@ -248,7 +248,7 @@ MUTANTS = [
            _of(TOGETHER, "test_a_load_that_fails_half_way_ends_the_optimizer_on_every_rank")),
     Mutant("states of any form are taken", "zero/_runtime/validate.py", "    check_states(trial, device, is_whole=is_whole)\n", "",
            _of(CONTENTS, "test_states_that_no_checkpoint_could_hold_are_refused_before_training")),
-    Mutant("changes auto: exact for parameters of any width", "zero/_runtime/validate.py", "param.dtype not in ulps.DTYPES or ", "",
+    Mutant("changes auto: exact for parameters of any width", "zero/_runtime/validate.py", "(param.dtype not in ulps.DTYPES or param.device.type", "(param.device.type",
            _of("zero/test_exact_replicas", "test_it_is_the_default_for_16_bit_parameters_in_host_memory")),
     Mutant("delta_hpz: frozen parameters must have 16 bits, too", "zero/_modes/delta_hpz.py",
            "format if bucket.is_trainable else CHANGE_FORMAT", "format",

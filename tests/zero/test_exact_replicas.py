@@ -82,9 +82,12 @@ def _check_default(rank: int) -> None:
     def is_exact(model: nn.Module, per_node: int = 2, **options: Any) -> bool:
         with zero_optimizer(model, AdamW(model.parameters(), lr=1e-3), ranks_per_node=per_node, **options) as optimizer:
             train(model, optimizer, rank, steps=1)
-            if optimizer.effective.sends_exact_changes:
+            found = optimizer.effective.sends_exact_changes
+            if found:
                 _check(model, optimizer)
-            return optimizer.effective.sends_exact_changes
+            elif model.wte.weight.dtype == torch.float32 and per_node == 2:
+                assert "changes auto: quantized, as 'position' is torch.float32 on cpu" in str(optimizer.effective)
+            return found
 
     for mode in MODES:
         assert is_exact(new_model(torch.bfloat16), **mode)

@@ -92,7 +92,7 @@ class DeltaHpz(DeltaMode):
     def sources_of(self, buckets: Sequence[Bucket], options: GatherOptions, format: str) -> BucketSources:
         primary = [Primary(bucket, options) for bucket in buckets]
         replicas = {
-            # Nothing but other writes, which send values, changes frozen parameters, whatever their dtype.
+            # Frozen parameters have no deltas: only their values are ever sent, in any dtype.
             bucket.index: Replica(bucket, options, format if bucket.is_trainable else CHANGE_FORMAT, source.exchanges)
             for bucket, source in zip(buckets, primary, strict=True)
             if not bucket.is_persistent

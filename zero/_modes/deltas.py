@@ -45,7 +45,7 @@ class DeltaMode(Mode):
 
     def _changes(self, settings: ZeroSettings) -> str:
         """The format of deltas."""
-        if settings.changes != EXACT:  # "auto" is what choose_changes() made of it; a plan has no device to ask
+        if settings.changes != EXACT:  # "auto" is left in plans alone, which have no parameters to ask
             return settings.weight_format or CHANGE_FORMAT
         if settings.weight_format is not None:
             raise ConfigError(

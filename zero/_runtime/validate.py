@@ -200,20 +200,18 @@ def announce(plan: ResolvedConfig, runtime: Runtime) -> None:
 def choose_changes(model: nn.Module, settings: ZeroSettings, topology: Topology) -> tuple[ZeroSettings, list[str]]:
     """``settings`` with what the mode sends of parameters in place of ``changes="auto"``, and why, in words.
 
-    Exact where that was measured to win or to be level: trained parameters of 16 bits in host memory. It does not
-    depend on which kernels are compiled: they decide how long a training takes, not its bits.
+    Exact for trained parameters of 16 bits in host memory, where it was measured to win or to be level. Compiled
+    kernels have no say: they decide how long a training takes, not its bits.
     """
     if settings.mode is None or settings.changes != AUTO or topology.num_nodes == 1:
         return settings, []
-    trained = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
-    others = [
-        f"{name!r} is {param.dtype} on {param.device.type}"
-        for name, param in trained
-        if param.dtype not in ulps.DTYPES or param.device.type != "cpu"
-    ]
-    if settings.weight_format is not None or topology.backend == "nccl" or others:
-        return replace(settings, changes="quantized"), [f"changes auto: quantized, as {one}" for one in others[:1]]
-    slow = "" if ulps.is_compiled() else ", by the reference, which is slow: compiled kernels are not at hand"
+    quantized = replace(settings, changes="quantized")
+    if settings.weight_format is not None:
+        return quantized, []
+    for name, param in model.named_parameters():
+        if param.requires_grad and (param.dtype not in ulps.DTYPES or param.device.type != "cpu"):
+            return quantized, [f"changes auto: quantized, as {name!r} is {param.dtype} on {param.device.type}"]
+    slow = "" if ulps.is_compiled() else ", by the reference coder, which is slow: no compiled one was found"
     return replace(settings, changes=EXACT), [f"changes auto: exact{slow}"]
 
 
