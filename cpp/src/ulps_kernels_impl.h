@@ -213,17 +213,38 @@ bool DecodeBoth(const DenseStream& a, const DenseStream& b, std::size_t numel) {
   return DecodeFrom(at, a, numel) && DecodeFrom(at, b, numel);
 }
 
-// The changes in zigzag form of the symbols of a tile; false if the extra bits do not suffice.
-bool Join(const std::uint8_t* symbols, std::uint32_t direct, std::size_t numel, BitReader* extra, std::uint16_t* z) {
-  for (std::size_t i = 0; i < numel; ++i) z[i] = symbols[i];
-  const std::uint32_t least = 1U << direct;
+// Width() of a symbol that is not direct.
+inline std::uint32_t WidthOfCoarse(std::uint32_t symbol, std::uint32_t direct) {
+  return symbol / 2U - (1U << direct) / 2U + direct - 1U;
+}
+
+// What Join() does to symbols that are not direct, if the extra bits may end here. Within Join(), it would take
+// registers from the loop there.
+[[gnu::noinline]] bool JoinLast(const std::uint8_t* symbols, std::uint32_t direct, std::size_t numel, BitReader* extra,
+                                std::uint16_t* z) {
   BitReader bits = *extra;
-  VisitAtLeast(symbols, least, numel, [&](std::size_t i) {
-    const std::uint32_t width = symbols[i] / 2U - least / 2U + direct - 1U;  // Width() of a symbol that is not direct
-    z[i] = static_cast<std::uint16_t>(TakeJoined(&bits, symbols[i], width));
+  VisitAtLeast(symbols, 1U << direct, numel, [&](std::size_t i) {
+    z[i] = static_cast<std::uint16_t>(TakeJoined(&bits, symbols[i], WidthOfCoarse(symbols[i], direct)));
   });
   *extra = bits;
   return IsWithin(bits);
+}
+
+// The changes in zigzag form of the symbols of a tile; false if the extra bits do not suffice.
+bool Join(const std::uint8_t* symbols, std::uint32_t direct, std::size_t numel, BitReader* extra, std::uint16_t* z) {
+  for (std::size_t i = 0; i < numel; ++i) z[i] = symbols[i];
+  std::size_t at = extra->at;
+  if (at / 8 + 2 * kTile + sizeof(std::uint32_t) > extra->nbytes) return JoinLast(symbols, direct, numel, extra, z);
+  const std::uint8_t* begin = extra->begin;
+  VisitAtLeast(symbols, 1U << direct, numel, [&](std::size_t i) {
+    const std::uint32_t width = WidthOfCoarse(symbols[i], direct);
+    std::uint32_t word = 0;
+    std::memcpy(&word, begin + at / 8, sizeof(word));
+    z[i] = static_cast<std::uint16_t>((2U + (symbols[i] & 1U)) << width | Extra(word >> (at & 7U), width));
+    at += width;
+  });
+  extra->at = at;
+  return true;
 }
 
 bool Apply(const std::uint8_t* symbols, std::uint32_t direct, std::size_t numel, BitReader* extra,

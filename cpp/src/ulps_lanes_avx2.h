@@ -83,7 +83,7 @@ inline void ApplyGroup(const std::uint16_t* zs, std::uint16_t* values) {
 // For each mask of lanes: how to move their words, in order, to the end of a vector, and how to fetch the next words.
 struct Shuffles {
   alignas(64) std::uint8_t to_end[256][16];
-  std::uint8_t fetch[256][8];
+  alignas(64) std::uint8_t to_lanes[256][16];
 };
 
 constexpr Shuffles MakeShuffles() {
@@ -91,7 +91,8 @@ constexpr Shuffles MakeShuffles() {
   for (int mask = 0; mask < 256; ++mask) {
     int count = 0;
     for (int lane = 0; lane < 8; ++lane) {
-      made.fetch[mask][lane] = static_cast<std::uint8_t>(count);
+      made.to_lanes[mask][2 * lane] = static_cast<std::uint8_t>(2 * count);
+      made.to_lanes[mask][2 * lane + 1] = static_cast<std::uint8_t>(2 * count + 1);
       count += mask >> lane & 1;
     }
     int at = 2 * (8 - count);
@@ -162,9 +163,9 @@ struct Round {
         _mm256_add_epi32(_mm256_mullo_epi32(frequency, _mm256_srli_epi32(*states, kScaleBits)), number);
     const __m256i is_low = _mm256_cmpgt_epi32(_mm256_set1_epi32(kLowestState), state);
     const auto low = static_cast<unsigned>(_mm256_movemask_ps(_mm256_castsi256_ps(is_low)));
-    const __m256i next = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(words)));
-    const __m128i fetch = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(kShuffles.fetch[low]));
-    const __m256i word = _mm256_permutevar8x32_epi32(next, _mm256_cvtepu8_epi32(fetch));
+    const __m128i next = _mm_loadu_si128(reinterpret_cast<const __m128i*>(words));
+    const __m128i to_lanes = _mm_load_si128(reinterpret_cast<const __m128i*>(kShuffles.to_lanes[low]));
+    const __m256i word = _mm256_cvtepu16_epi32(_mm_shuffle_epi8(next, to_lanes));
     const __m256i refilled = _mm256_or_si256(_mm256_slli_epi32(state, 16), word);
     *states = _mm256_blendv_epi8(state, refilled, is_low);
     *symbols = _mm256_srli_epi32(slot, 24);
