@@ -28,8 +28,6 @@ from zero._sharding.stacked import parts_of
 from zero._sharding.units import Unit, by_kind, find_units
 from zero._storage.tier_settings import Tier
 
-MERGED_NUMEL = 2**20
-"""Elements of merged units at most: merging larger exchanges saves no time, and delays their start in backward."""
 JOINED_NUMEL = 2**16
 """Elements of a parameter up to which it is in a bucket of whole tensors, as one of them: norms and biases."""
 MAX_REPORTED = 4
@@ -136,7 +134,7 @@ def _divide(
     whole: Mapping[nn.Parameter, bool],
 ) -> Division:
     units, persistent = _cut_into_units(model, settings, effective)
-    runs = [[persistent], *_runs_of(units, numel_to_merge(settings, effective))]
+    runs = [[persistent], *_runs_of(units, effective.merged_numel)]
     contents = [_contents(run, set(whole), effective.align) for run in runs]
     deals = effective.stage.shards_states and topology.world_size > 1
     rows = _rows_of(contents, topology, effective.align, whole) if deals else {}
@@ -161,13 +159,6 @@ def _cut_into_units(model: nn.Module, settings: ZeroSettings, effective: Effecti
         for unit in units
     ]
     return kept, Unit("persistent", model, tuple((name, param) for param, name in persistent.items()))
-
-
-def numel_to_merge(settings: ZeroSettings, effective: Effective) -> int:
-    """Elements up to which small units share an exchange. At stage 3 each unit is gathered and released separately."""
-    if effective.stage.shards_parameters:
-        return 0
-    return min(MERGED_NUMEL, settings.reduce_bucket_size, settings.allgather_bucket_size)
 
 
 def check_model(model: nn.Module) -> torch.device:

@@ -12,6 +12,7 @@ from torch import nn
 from zcomm import ConfigError, Topology
 from zero._config.parse import Configuration, Source, parse, read_source
 from zero._config.resolved import ResolvedConfig, resolve_config
+from zero._config.settings import numel_to_merge
 from zero._model.model_layout import layouts_of
 from zero._modes import MODES
 from zero._optim.muon import Muon, divide_by_role, is_divisible
@@ -253,7 +254,7 @@ def _setup(plan: ResolvedConfig, own_nbytes: int, counts: Counts, nodes: int, ra
         sent_nbytes=gradient_nbytes if settings.gradient_format == "none" else min(param_nbytes, gradient_nbytes),
         reduced_nbytes=min(param_nbytes, gradient_nbytes) if is_plain else gradient_nbytes,
         sums_gradients=settings.gradient_accumulation_steps > 1,
-        merged_numel=min(2**20, settings.reduce_bucket_size, settings.allgather_bucket_size),
+        merged_numel=numel_to_merge(settings, nodes),
         has_secondary=settings.hpz_partition_size > 1 and mode is None,
         mode=mode,
         quantizes_weights=mode is None and (settings.quantized_weights or weights not in (None, "none")),

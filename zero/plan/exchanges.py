@@ -6,7 +6,6 @@ import torch
 
 from zcomm.volume import one_hop_sent
 from zero._gradients.bucket_reduce_scatter import WIRE_NAMES
-from zero._model.model_layout import numel_to_merge
 from zero._runtime.exchanges import KINDS, NOTHING, Exchanges, MovedBytes, times, total
 from zero.plan.model import Model
 
@@ -16,8 +15,8 @@ __all__ = ["Exchanges", "MovedBytes", "kernel_nbytes", "step_moved"]
 def step_moved(model: Model, exchanges: Exchanges, num_micro: int = 1) -> dict[str, MovedBytes]:
     """Return the bytes that a rank sends in a step and its exchanges, by kind and link class."""
     often = exchanges.schedule(num_micro)
-    merged, totals = numel_to_merge(exchanges.settings, exchanges.effective), dict.fromkeys(KINDS, NOTHING)
-    for layout, repeats, is_trainable in model.layouts(exchanges.shape.world_size, merged):
+    totals = dict.fromkeys(KINDS, NOTHING)
+    for layout, repeats, is_trainable in model.layouts(exchanges.shape.world_size, exchanges.effective.merged_numel):
         for kind, moved in exchanges.moved_for(layout, often, is_trainable=is_trainable).items():
             totals[kind] = total([totals[kind], times(moved, repeats)])
     return totals | {KINDS[4]: exchanges.agreements(num_micro)}

@@ -13,7 +13,6 @@ from zcomm import ConfigError
 from zcomm.volume import Sent
 from zero._config.parse import parse
 from zero._config.resolved import resolve_config
-from zero._model.model_layout import numel_to_merge
 from zero.plan.cluster import Cluster
 from zero.plan.estimate import TIERS, Estimate, estimate, tiers_of_stage, with_shares
 from zero.plan.exchanges import Exchanges, MovedBytes, kernel_nbytes, step_moved
@@ -258,7 +257,7 @@ def _row(model: Model, cluster: Cluster, job: Job, stage: int, variant: str, tie
     dtype = torch.bfloat16 if job.precision == "bf16" else torch.float16
     exchanges, counts, update = Exchanges.of(settings, nodes, per_node, dtype), model.counts(cluster.world_size), None
     if job.optimizer == "muon":
-        merged = numel_to_merge(settings, exchanges.effective)
+        merged = exchanges.effective.merged_numel
         buckets = model.dealt(nodes, per_node, merged, deals=stage > 0 and cluster.world_size > 1)
         counts, update = with_shares(counts, buckets, nodes, per_node), whole_update(buckets, nodes, per_node)
     memory = estimate(counts, configuration, nodes, per_node, activations=shape, prints=False)
