@@ -5,13 +5,19 @@
 from __future__ import annotations
 
 from math import prod
+from typing import cast
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
 from tests.zero.models import new_model
+from zcomm import Topology
+from zero._config.settings import ZeroSettings
+from zero._model.model_layout import layouts_of
+from zero._runtime.exchanges import TopologyShape
 from zero._sharding.layout import BucketLayout
 from zero._sharding.units import find_units
 
@@ -95,3 +101,21 @@ def test_units_are_layers_and_the_other_children() -> None:
 )
 def test_units_of_small_models(model: nn.Module, names: list[str]) -> None:
     assert [unit.name for unit in find_units(model)] == names
+
+
+@pytest.mark.parametrize(
+    ("num_nodes", "settings", "numels"),
+    [
+        (1, ZeroSettings(stage=2), [3_600_000, 1_200_000]),  # of units of 0.6 million elements, as many as fit
+        (2, ZeroSettings(stage=2), [600_000] * 8),
+        (1, ZeroSettings(stage=2, allgather_bucket_size=1_300_000), [1_200_000] * 4),
+        (1, ZeroSettings(stage=3), [600_000] * 8),
+    ],
+    ids=["one node", "two nodes", "a setting limits them", "stage 3"],
+)
+def test_small_units_share_buckets(num_nodes: int, settings: ZeroSettings, numels: list[int]) -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(2000, 300, bias=False) for _ in range(8)))
+    layouts = layouts_of(model, settings, cast(Topology, TopologyShape(num_nodes, 2)), {})
+    found = [layout.numel for layout, _ in layouts if layout.numel]
+    assert found == pytest.approx(numels, abs=9 * 512)  # padding
