@@ -51,6 +51,7 @@ ENTRIES |= {
     },
     "ddp x4": Entry(0, "ddp", {"gradient_as_bucket_view": True, "accumulation": 4}),
     "ddp bf16 gradients x4": Entry(0, "ddp", {"gradient_as_bucket_view": True, "sends_bf16": True, "accumulation": 4}),
+    "zero stage 2 bf16 gradients": Entry(2, "zero_optimizer", {"stage": 2, "gradient_format": "bf16"}),
     "zero redundancy": Entry(1, "zero_redundancy", {}),
     "fsdp2 reshard=False x4": Entry(2, "fsdp2", {"reshard_after_forward": False, "accumulation": 4}),
     **{
@@ -111,7 +112,8 @@ COMPARED = (
     "hsdp reshard=False", "hsdp reshard=True", "hsdp reshard=False x4", "hsdp reshard=True x4",
     "deepspeed stage 1", "deepspeed stage 2", "deepspeed stage 3", "deepspeed stage 3 offload",
     "deepspeed stage 1 x4", "deepspeed stage 3 x4",
-    "zero stage 1", "zero stage 2", "zero stage 3", "zero stage 3 small whole", "zero stage 3 offload",
+    "zero stage 1", "zero stage 2", "zero stage 2 bf16 gradients", "zero stage 3", "zero stage 3 small whole",
+    "zero stage 3 offload",
     "zero stage 3 offload small whole", "zero stage 3 nvme", "zero stage 3 nvme small whole",
     "zero++", "zero++ reshard=False", "zero++ x4", "zero++ no_sync x4",
     "delta-hpz", "delta-hpz reshard=False", "delta-hpz exact", "delta-hpz exact reshard=False",
