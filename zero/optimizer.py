@@ -388,8 +388,8 @@ class ZeroOptimizer(Optimizer):
         """Restore what :meth:`state_dict` returned on this rank of the same layout, and write back. Collective.
 
         Raises:
-            LayoutError: The shards are of another world size, rank or model. Raised on every rank, before anything is
-                changed.
+            LayoutError: The shards are of another number of nodes or ranks, another rank, model or bucket size. Raised
+                on every rank, before anything is changed.
         """
         if (call := helper_call()) is not None:
             load_full_states(self, call)

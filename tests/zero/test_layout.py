@@ -117,5 +117,4 @@ def test_small_units_share_buckets(num_nodes: int, settings: ZeroSettings, numel
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(2000, 300, bias=False) for _ in range(8)))
     layouts = layouts_of(model, settings, cast(Topology, TopologyShape(num_nodes, 2)), {})
-    found = [layout.numel for layout, _ in layouts if layout.numel]
-    assert found == pytest.approx(numels, abs=9 * 512)  # padding
+    assert [layout.numel for layout, _ in layouts] == pytest.approx(numels, abs=4096)  # padding

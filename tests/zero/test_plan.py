@@ -20,6 +20,7 @@ import zero
 from tests.ranks import run_ranks
 from zcomm import ConfigError, Topology
 from zero._config import explain, parse, resolve_config
+from zero._config.settings import ZeroSettings, numel_to_merge
 from zero.cli import main
 from zero.plan import CLUSTERS, Cluster, Job, Model, largest_model, plan
 from zero.plan.estimate import with_shares
@@ -227,7 +228,7 @@ def test_a_planned_model_has_the_shares_of_the_estimate() -> None:
     for stage in range(4):
         config = {"zero_optimization": {"stage": stage}, "optimizer": {"type": "Muon"}, "bf16": {"enabled": True}}
         expected = zero.estimate(model, config, 2, 2, prints=False).counts
-        merged = 0 if stage == 3 else 2**20
+        merged = 0 if stage == 3 else numel_to_merge(ZeroSettings(), 2)
         buckets = planned.dealt(2, 2, merged, deals=stage > 0)
         counts = with_shares(expected, buckets, 2, 2)
         assert counts == expected

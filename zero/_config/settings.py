@@ -120,7 +120,7 @@ class Effective:
     kernels: KernelsName
     """What encodes and decodes weights and gradients; "auto": what ``ZCOMM_KERNELS`` says."""
     merged_numel: int
-    """Elements up to which small units share a bucket, and so an exchange."""
+    """Elements up to which small units share a bucket, and so an exchange; at stage 3 none do."""
     limits: Limits
     """Limits of stage 3: elements to prefetch, to hold, and to keep for reuse."""
     details: tuple[str, ...] = ()
@@ -196,7 +196,7 @@ def resolve(settings: ZeroSettings, topology: Topology) -> Effective:
         topology=f"{topology.num_nodes} x {topology.ranks_per_node} ranks",
         backend=topology.backend,
         kernels=topology.kernels,
-        merged_numel=numel_to_merge(settings, topology.num_nodes),
+        merged_numel=0 if stage.shards_parameters else numel_to_merge(settings, topology.num_nodes),
         limits=limits,
         adjusted=tuple(adjusted),
         inactive=tuple(inactive),
@@ -204,13 +204,11 @@ def resolve(settings: ZeroSettings, topology: Topology) -> Effective:
 
 
 def numel_to_merge(settings: ZeroSettings, num_nodes: int) -> int:
-    """Elements up to which small units share an exchange; none at stage 3, which releases each unit separately.
+    """Elements up to which small units share an exchange below stage 3, which releases each unit separately.
 
-    Between nodes a larger exchange starts later in backward, which a slow network does not make up for. Within one node
-    few exchanges take less processor time: measured in bench/results/compare_small_batch.md.
+    Within one node fewer exchanges take less processor time. Between nodes the first one should start early in
+    backward: a larger one waits for more gradients, and a slow network does not catch up.
     """
-    if get_stage(settings.stage).shards_parameters:
-        return 0
     most = 2**22 if num_nodes == 1 else 2**20
     return min(most, settings.reduce_bucket_size, settings.allgather_bucket_size)
 

@@ -173,8 +173,8 @@ class TrainingSetup:
     """Bytes of a gradient's element while it is reduced between the ranks."""
     sums_gradients: bool = False
     """Whether a step has several micro-batches."""
-    merged_numel: int = 0
-    """Layers of up to so many elements share an exchange."""
+    merged_numel: int = 2**20
+    """Below stage 3, layers of up to so many elements share an exchange."""
     has_secondary: bool = False
     mode: str | None = None
     """The mode in effect."""
@@ -297,7 +297,7 @@ def _buffers(counts: Counts, share: Share, setup: TrainingSetup) -> list[MemoryU
     if setup.stage == 3:
         found.append(MemoryUsage("prefetch", "device", setup.param_nbytes * min(unit, counts.numel - unit)))
     live = setup.param_nbytes * unit if setup.stage == 3 else 0
-    bucket = max(unit, setup.merged_numel)
+    bucket = unit if setup.stage == 3 else max(unit, setup.merged_numel)
     in_flight = min(NUM_GRADIENT_BUFFERS * bucket, trainable) if setup.stage >= 2 else 0
     found.append(MemoryUsage("buckets", "device", live + setup.reduced_nbytes * in_flight))
     if setup.has_secondary and setup.stage == 3 and setup.num_nodes > 1:
@@ -325,7 +325,7 @@ def _file_buffers(counts: Counts, share: Share, setup: TrainingSetup) -> list[Me
         found.append(min(2 * setup.param_nbytes * files.buffer_numel, numel))
     if setup.offloads_states and setup.tier.states == "nvme":
         trainable, _ = _trainable_and_frozen(counts)
-        bucket = min(max(counts.largest_unit, setup.merged_numel), trainable)
+        bucket = min(max(counts.largest_unit, setup.merged_numel if setup.stage < 3 else 0), trainable)
         sub_group = min(files.sub_group_numel, bucket / setup.world_size)
         nbytes = setup.state_nbytes + setup.files.unused_nbytes + (0 if setup.delays_update else setup.gradient_nbytes)
         found.append(nbytes * sub_group * files.num_sub_groups)
