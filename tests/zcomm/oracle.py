@@ -1,4 +1,4 @@
-"""The wire format in NumPy, element by element, written from the contract's text and sharing no code with zcomm."""
+"""The wire format in NumPy, block by block, written from the contract's text and sharing no code with zcomm."""
 
 from __future__ import annotations
 
@@ -66,11 +66,12 @@ def fp8_values() -> list[float]:
     return [(c % 8) * 2.0**-9 if c < 8 else (1 + (c % 8) / 8) * 2.0 ** (c // 8 - 7) for c in range(127)]
 
 
-def nearest_fp8(y: float) -> int:
-    """The nearest code by search; ties to the even code; never a negative zero."""
-    values = fp8_values()
-    best = min(range(127), key=lambda c: (abs(values[c] - abs(y)), c % 2))
-    return best | 0x80 if y < 0 and best else best
+def nearest_fp8(ys: np.ndarray) -> list[int]:
+    """The nearest codes by search; ties to the even code; never a negative zero."""
+    distances = np.abs(np.array(fp8_values()) - np.abs(ys.astype(np.float64))[:, None])
+    is_nearest = distances == distances.min(1, keepdims=True)
+    best = np.where(is_nearest, np.arange(127) % 2, 2).argmin(1)
+    return np.where((ys < 0) & (best > 0), best | 0x80, best).tolist()
 
 
 def philox(counter: list[int], key: list[int]) -> list[int]:
@@ -89,25 +90,24 @@ def uniform(element: int, random: tuple[int, int, int, int, int]) -> int:
     return philox(counter, [seed, tensor])[element % 4] >> 8
 
 
-def rounded(y: np.float32, element: int, wire: Wire) -> int:
+def rounded(ys: np.ndarray, first: int, wire: Wire) -> list[int]:
     if wire.random is None:
-        return round(float(y))  # Python rounds half to even
-    magnitude = abs(float(y))
-    floor = math.floor(magnitude)
-    up = uniform(element, wire.random) < (magnitude - floor) * 2**24
-    return int(math.copysign(floor + up, float(y)))
+        return [round(y) for y in ys.tolist()]  # Python rounds half to even
+    codes = []
+    for element, y in enumerate(ys.tolist(), first):
+        floor = math.floor(abs(y))
+        up = uniform(element, wire.random) < (abs(y) - floor) * 2**24
+        codes.append(int(math.copysign(floor + up, y)))
+    return codes
 
 
 def rotated(values: np.ndarray) -> np.ndarray:
     """Rotate a block of 2^k float32 by butterflies."""
-    values = values.astype(np.float32).copy()
-    stride = 1
+    values, stride = values.astype(np.float32), 1
     with np.errstate(over="ignore", invalid="ignore"):
         while stride < len(values):
-            for i in range(len(values)):
-                if i % (2 * stride) < stride:
-                    a, b = values[i], values[i + stride]
-                    values[i], values[i + stride] = a + b, a - b
+            a, b = values.reshape(-1, 2, stride).transpose(1, 0, 2)
+            values = np.stack([a + b, a - b], 1).reshape(-1)
             stride *= 2
     return values
 
@@ -116,7 +116,8 @@ def encode_block(values: np.ndarray, wire: Wire, first: int = 0) -> tuple[int, l
     """The header's bits, and the codes, of one block of float32 whose first element has index ``first``."""
     if wire.hadamard and len(values) == wire.block:
         values = rotated(values)
-    absmax = max(bits_of(v) & 0x7FFFFFFF for v in values)
+    values = values.astype(np.float32)
+    absmax = int((values.view(np.uint32) & 0x7FFFFFFF).max())
     if absmax >= INFINITY:
         return 0x7FC0, [0] * len(values)
     if not wire.symmetric:
@@ -124,21 +125,20 @@ def encode_block(values: np.ndarray, wire: Wire, first: int = 0) -> tuple[int, l
     qmax = {"int8": 127, "int4": 7, "nf4": 8, "fp8_e4m3": 448}[wire.name]
     scale = bf16_up(float_of(absmax) / np.float32(qmax)) if absmax >= TINY else 0
     inverse = np.float32(1) / float_of(scale << 16) if scale else np.float32(0)
-    ys = [np.float32(np.float32(v) * inverse) for v in values]
+    ys = values * inverse
     if wire.name == "nf4":
-        levels = nf4_levels()
-        middles = [(float(a) + float(b)) / 2 for a, b in pairwise(levels)]
-        return scale, [sum(middle < float(y) for middle in middles) for y in ys]
+        middles = np.array([(float(a) + float(b)) / 2 for a, b in pairwise(nf4_levels())])
+        return scale, (middles < ys.astype(np.float64)[:, None]).sum(1).tolist()
     if wire.name == "fp8_e4m3":
-        return scale, [nearest_fp8(float(y)) for y in ys]
-    return scale, [max(-qmax, min(qmax, rounded(y, first + i, wire))) for i, y in enumerate(ys)]
+        return scale, nearest_fp8(ys)
+    return scale, [max(-qmax, min(qmax, code)) for code in rounded(ys, first, wire)]
 
 
 def encode_asymmetric(values: np.ndarray, wire: Wire, first: int) -> tuple[int, list[int]]:
     """A scale and a zero point: the zero point is in the upper 16 bits of the header."""
     largest = np.float32(2.0**126)
-    values = np.clip(values.astype(np.float32), -largest, largest)
-    low, high = min(values), max(values)
+    values = np.clip(values, -largest, largest)
+    low, high = values.min(), values.max()
     bits = bits_of(low)
     zero = (bits >> 16) + (1 if low < 0 and bits & 0xFFFF else 0)
     if bits & 0x7FFFFFFF < TINY:
@@ -149,27 +149,28 @@ def encode_asymmetric(values: np.ndarray, wire: Wire, first: int) -> tuple[int, 
         return zero << 16, [0] * len(values)
     scale = bf16_up(spread / np.float32(qmax))
     inverse = np.float32(1) / float_of(scale << 16)
-    ys = [np.float32(np.float32(v - zero_value) * inverse) for v in values]
-    return zero << 16 | scale, [max(0, min(qmax, rounded(y, first + i, wire))) for i, y in enumerate(ys)]
+    ys = (values - zero_value) * inverse
+    return zero << 16 | scale, [max(0, min(qmax, code)) for code in rounded(ys, first, wire)]
 
 
 def decode_block(header: int, codes: list[int], wire: Wire) -> list[np.float32]:
     scale, zero = float_of((header & 0xFFFF) << 16), float_of(header & 0xFFFF0000)
-    levels, magnitudes = nf4_levels(), fp8_values()
-    decoded = []
+    levels = np.array(codes, np.float32)
+    if wire.name == "nf4":
+        levels = np.array(nf4_levels())[codes]
+    elif wire.name == "fp8_e4m3":
+        magnitudes = np.array(fp8_values(), np.float32)
+        levels = np.array([-magnitudes[code - 0x80] if code >= 0x80 else magnitudes[code] for code in codes])
     with np.errstate(over="ignore", invalid="ignore"):
-        for code in codes:
-            level = np.float32(code)
-            if wire.name == "nf4":
-                level = levels[code]
-            elif wire.name == "fp8_e4m3":
-                level = np.float32(-magnitudes[code - 0x80] if code >= 0x80 else magnitudes[code])
-            value = level * scale if wire.symmetric else zero + level * scale
-            decoded.append(value if np.isnan(value) else np.clip(value, -FLOAT32_MAX, FLOAT32_MAX))
+        decoded = clipped(levels * scale if wire.symmetric else zero + levels * scale)
         if wire.hadamard and len(codes) == wire.block:
-            back = rotated(np.array(decoded, np.float32)) * np.float32(1 / wire.block)
-            return [v if np.isnan(v) else np.clip(v, -FLOAT32_MAX, FLOAT32_MAX) for v in back]
-    return decoded
+            decoded = clipped(rotated(decoded) * np.float32(1 / wire.block))
+    return list(decoded)
+
+
+def clipped(values: np.ndarray) -> np.ndarray:
+    """Finite or NaN."""
+    return np.clip(values, -FLOAT32_MAX, FLOAT32_MAX)
 
 
 def blocks_of(segment: np.ndarray, block: int) -> list[np.ndarray]:
