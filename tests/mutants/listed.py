@@ -57,7 +57,7 @@ UNEVEN = "zcomm/_collectives/uneven_all_to_all.py"
 CHANGES = "zcomm/_stateful/exact_changes.py"
 PUBLISHER, SUBSCRIBER = "zero/_publish/publisher.py", "zero/_publish/subscriber.py"
 EXACT_BITS = _of("zcomm/test_exact_changes", "test_replicas_have_the_bits_of_the_shards[4-2]")
-PATCHED = _of("zero/test_publish_faults", "test_a_patch_with_one_damaged_chunk_changes_nothing")
+PATCHED = _of("zero/test_publish_damage", "test_a_patch_with_one_damaged_chunk_changes_nothing")
 IS_LINK = """\
     if path.is_symlink():
         raise CheckpointError(
