@@ -122,7 +122,7 @@ COMPARED = (
 )  # fmt: skip
 """The contenders in the tables of compare.py."""
 FLOAT32_ONLY = ("zero stage 2 bf16 gradients",)
-"""In bfloat16 they are another system."""
+"""With bfloat16 parameters ``zero stage 2`` sends bf16 gradients anyway."""
 DEFAULT = tuple(name for name in COMPARED if not name.endswith(" muon") and name not in (*INEXACT, *FLOAT32_ONLY))
 """Those that it measures unless others are asked for."""
 

@@ -218,8 +218,8 @@ inline std::uint32_t WidthOfCoarse(std::uint32_t symbol, std::uint32_t direct) {
   return symbol / 2U - (1U << direct) / 2U + direct - 1U;
 }
 
-// Join() for a tile in which the extra bits may end: no load goes beyond them. Inlined, it would take registers from
-// Join()'s own loop.
+// Join() for a tile in which the extra bits may end: no load goes beyond them. Not inlined, as it would take registers
+// from the loop in Join().
 [[gnu::noinline]] bool JoinLast(const std::uint8_t* symbols, std::uint32_t direct, std::size_t numel, BitReader* extra,
                                 std::uint16_t* z) {
   BitReader bits = *extra;
@@ -234,8 +234,7 @@ inline std::uint32_t WidthOfCoarse(std::uint32_t symbol, std::uint32_t direct) {
 bool Join(const std::uint8_t* symbols, std::uint32_t direct, std::size_t numel, BitReader* extra, std::uint16_t* z) {
   for (std::size_t i = 0; i < numel; ++i) z[i] = symbols[i];
   std::size_t at = extra->at;
-  // A symbol has 14 extra bits at most, so those of a tile end within 2 * kTile bytes; the last load may read 4 from
-  // there.
+  // A symbol has 14 extra bits at most, so those of a tile end within 2 * kTile bytes, and a load reads 4.
   if (at / 8 + 2 * kTile + sizeof(std::uint32_t) > extra->nbytes) return JoinLast(symbols, direct, numel, extra, z);
   const std::uint8_t* begin = extra->begin;
   VisitAtLeast(symbols, 1U << direct, numel, [&](std::size_t i) {

@@ -80,8 +80,8 @@ inline void ApplyGroup(const std::uint16_t* zs, std::uint16_t* values) {
   }
 }
 
-// For each mask of lanes: how to move their words, in order, to the end of a vector, and how to move the next words to
-// these lanes; the others get any word.
+// For each mask of lanes: how to move their words, in order, to the end of a vector (to_end), and how to move the next
+// words of a stream to these lanes (to_lanes); the other lanes get words that are not used.
 struct Shuffles {
   alignas(64) std::uint8_t to_end[256][16];
   alignas(64) std::uint8_t to_lanes[256][16];

@@ -120,7 +120,7 @@ class Effective:
     kernels: KernelsName
     """What encodes and decodes weights and gradients; "auto": what ``ZCOMM_KERNELS`` says."""
     merged_numel: int
-    """Elements up to which small units share a bucket, and so an exchange; at stage 3 none do."""
+    """Elements up to which small units share a bucket, and so an exchange; 0 at stage 3, where none do."""
     limits: Limits
     """Limits of stage 3: elements to prefetch, to hold, and to keep for reuse."""
     details: tuple[str, ...] = ()
@@ -206,8 +206,8 @@ def resolve(settings: ZeroSettings, topology: Topology) -> Effective:
 def numel_to_merge(settings: ZeroSettings, num_nodes: int) -> int:
     """Elements up to which small units share an exchange below stage 3, which releases each unit separately.
 
-    Within one node fewer exchanges take less processor time. Between nodes the first one should start early in
-    backward: a larger one waits for more gradients, and a slow network does not catch up.
+    Within one node, measured over gloo, fewer exchanges take less processor time. Between nodes the first one should
+    start early in backward: a larger one waits for more gradients, and a slow network does not make up for that.
     """
     most = 2**22 if num_nodes == 1 else 2**20
     return min(most, settings.reduce_bucket_size, settings.allgather_bucket_size)
