@@ -20,7 +20,7 @@ import zcomm
 import zero
 from tests.ranks import run_ranks, topology
 from tests.zcomm.test_capped_changes import capped
-from tests.zero.models import batch, groups_of, loss_of, new_model
+from tests.zero.models import batch, groups_of, loss_of, new_model, relative_error
 from tests.zero.test_delta import check_an_overflow_changes_nothing
 from tests.zero.training import assert_same_bits, full_values, train, zero_optimizer
 from tests.zero.whole_optimizers import matrices_and_others
@@ -156,14 +156,17 @@ def test_a_step_before_the_last_change_has_arrived(cls: type[torch.optim.Optimiz
 # Nothing is lost: the bits of plain training.
 
 
-def _values_after(rank: int, steps: int, check: Callable[..., None] | None = None, **options: Any) -> dict[str, Tensor]:
+def _values_after(
+    rank: int, steps: int, check: Callable[..., None] | None = None, *, num_micro: int = 1, **options: Any
+) -> dict[str, Tensor]:
     model = new_model(torch.bfloat16, has_unused=True)
-    with zero_optimizer(model, ranks_per_node=2, **options) as optimizer:
+    with zero_optimizer(model, ranks_per_node=2, gradient_accumulation_steps=num_micro, **options) as optimizer:
         for step in range(steps):
-            optimizer.scale(loss_of(model, *batch(step, 0, rank))).backward()
+            for micro in range(num_micro):
+                optimizer.scale(loss_of(model, *batch(step, micro, rank)) / num_micro).backward()
             optimizer.step()
             optimizer.zero_grad()
-            if check is not None and step % 20 == 0:
+            if check is not None:
                 check(model, optimizer)
         masters = torch.cat([master.flatten() for _, _, master in optimizer.master_pieces()])
         return full_values(model) | {"masters": masters}
@@ -178,6 +181,18 @@ def _check_plain_bits(rank: int, mode: dict[str, Any], steps: int) -> None:
 @pytest.mark.parametrize("mode", MODES, ids=["delta at stage 1", "delta at stage 2", "delta_hpz"])
 def test_with_unquantized_gradients_it_has_the_bits_of_plain_training(mode: dict[str, Any]) -> None:
     run_ranks(4, _check_plain_bits, mode, 6)
+
+
+def _check_accumulation(rank: int) -> None:
+    """delta_hpz adds the batches inside the node first: other roundings than plain training's, in float32."""
+    gradients = {"gradient_format": ("none", "none")}
+    exact = _values_after(rank, 20, num_micro=2, **gradients, **HPZ, **EXACT)
+    plain = _values_after(rank, 20, num_micro=2, stage=3, **gradients)
+    assert relative_error(exact["masters"], plain["masters"]) < 1e-6
+
+
+def test_with_accumulation_masters_are_those_of_plain_training_but_for_rounding() -> None:
+    run_ranks(4, _check_accumulation)
 
 
 @pytest.mark.long
