@@ -21,7 +21,7 @@ __all__ = ["BUDGETS", "ENVIRONMENT", "PACKAGE", "Budget", "Mode", "Plan", "deadl
 Mode = Literal["full", "quick", "rehearsed"]
 ENVIRONMENT, PACKAGE = "environment", "package"
 CUDA_TESTS, TRITON_TESTS = "CUDA kernels against the reference", "Triton kernels against the reference"
-KERNELS, RANKS = "tests/cuda/test_gpu.py", "tests/zcomm/test_nccl_gpu.py"
+KERNELS, RANKS, ULPS = "tests/cuda/test_gpu.py", "tests/zcomm/test_nccl_gpu.py", "tests/cuda/test_gpu_ulps.py"
 PYTHON = sys.executable
 ROOT = Path(__file__).parents[1]
 GOALS = {"quantize": 0.90, "decode": 0.90, "requantize": 0.85}
@@ -49,7 +49,8 @@ BUDGETS = {
     ENVIRONMENT: Budget(28, 11, 40),
     PACKAGE: Budget(60, 45, 20),
     "CUDA kernels beside a copy": Budget(25, 12, 40),
-    "Triton kernels beside a copy": Budget(45, 0, 30),
+    "Triton kernels beside a copy": Budget(35, 0, 30),
+    "changes in ulps beside a copy": Budget(10, 0, 20),
     "collectives, 1 rank": Budget(25, 10, 30),
     "collectives, 2 x 2 ranks": Budget(30, 10, 55),
     "training step, 1 rank": Budget(30, 10, 55),
@@ -190,6 +191,7 @@ COMMANDS = {
         "gpu_kernels.py", "--kernels triton --sizes-mib 64 256 1024 16 1",
         "", "--device cpu --sizes-mib 0.25 --formats int4 --rounds 1",
     ),
+    "changes in ulps beside a copy": _Command("gpu_ulps.py", "", "", "--device cpu --sizes-mib 0.25 --rounds 1"),
     "collectives, 1 rank": _Command(
         "gpu_collectives.py", "--formats none int8 int4 nf4 fp8_e4m3 --sizes-kib 1024 64 16384",
         "--sizes-kib 1024", SOME_COLLECTIVES, num_ranks=1,
@@ -261,7 +263,7 @@ def gpu_test_files() -> list[str]:
 def _tests(plan: Plan) -> list[Step]:
     nbytes = plan.machine.gpu.nbytes if plan.machine.gpu else 0
     workers = max(1, min(len(os.sched_getaffinity(0)) - 1, nbytes // (4 * 2**30), 14))
-    others = [path for path in gpu_test_files() if path not in (KERNELS, RANKS)]
+    others = [path for path in gpu_test_files() if path not in (KERNELS, RANKS, ULPS)]
     shared = {"OMP_NUM_THREADS": "2"}
 
     def step(name: str, *arguments: str, workers: int = 1, environment: Mapping[str, str] | None = None) -> Step:
@@ -270,8 +272,9 @@ def _tests(plan: Plan) -> list[Step]:
         return Step(name, command, environment={**shared, **(environment or {})}, read=read)
 
     return [
-        step(CUDA_TESTS, KERNELS, "-k", "not triton", workers=workers),
-        step("ranks that share the GPU, over NCCL", RANKS, environment=SHARED_GPU),
+        step(CUDA_TESTS, KERNELS, ULPS, "-k", "not triton", workers=workers),
+        # All of the file: where there is no GPU, most of it runs over an emulated NCCL.
+        step("ranks that share the GPU, over NCCL", RANKS, "-m", "", environment=SHARED_GPU),
         step("streams and host synchronizations", *others),
         step(TRITON_TESTS, KERNELS, "-k", "triton", workers=workers),
     ]
@@ -281,9 +284,8 @@ def _sanitizers(plan: Plan) -> list[Step]:
     program = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
     is_rehearsed = plan.mode == "rehearsed"
     reason = "" if program or is_rehearsed else "compute-sanitizer is not on the PATH, nor under /usr/local/cuda"
-    tests = _pytest(
-        plan, KERNELS, "-k", "not triton and messages and dtype1 and (int8 or nf4) and not 1024 and not 512"
-    )
+    few = "not triton and messages and dtype1 and (int8 or nf4) and not 1024 and not 512"
+    tests = _pytest(plan, KERNELS, ULPS, "-k", f"({few}) or (the_cpus and 5000)")
     # No caching: each tensor is a separate allocation, so that the tool sees accesses beyond its ends.
     environment = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "OMP_NUM_THREADS": "2"}
     steps = []

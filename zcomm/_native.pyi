@@ -287,11 +287,11 @@ def optimizer_step(
 
 Residual = tuple[int, int, int, int, float]
 
-CUDA_ULPS_DECODE_NBYTES: int
-"""Of the workspace of :func:`cuda_ulps_decode`."""
-
-def cuda_ulps_workspace_nbytes(numel: int) -> int:
+def cuda_ulps_encode_workspace_nbytes(numel: int) -> int:
     """Of :func:`cuda_ulps_encode`."""
+
+def cuda_ulps_decode_workspace_nbytes(numel: int) -> int:
+    """Of :func:`cuda_ulps_decode`."""
 
 def cuda_ulps_encode(new_ptr: int, old_ptr: int, numel: int, message_ptr: int, workspace_ptr: int, stream: int) -> None:
     """As :func:`ulps_encode`, on a GPU: the length is in the message's head."""
@@ -305,7 +305,7 @@ def cuda_ulps_decode(
     is_valid_ptr: int,
     stream: int,
 ) -> None:
-    """As :func:`ulps_decode`, on a GPU: ``is_valid`` becomes 0 if the message is refused."""
+    """As :func:`ulps_decode`, on a GPU: ``is_valid`` is 1, and becomes 0 if the message is refused."""
 
 def cuda_quantize(
     codec: int,

@@ -123,10 +123,12 @@ void DefineCudaOperations(nb::module_& m) {
         "num_messages"_a, "num_segments"_a, "segment_numel"_a, "in_ptr"_a, "in_stride_bytes"_a, "layout_hash"_a,
         "out_codec"_a, "out_block"_a, "out_is_rotated"_a, "out_ptr"_a, "out_stride_bytes"_a, "out_layout_hash"_a,
         "residual"_a.none(), "expected"_a, "is_valid_ptr"_a, "stream"_a);
-  m.attr("CUDA_ULPS_DECODE_NBYTES") = zcomm::cuda::kUlpsDecodeNbytes;
   m.def(
-      "cuda_ulps_workspace_nbytes",
-      [](std::int64_t numel) { return zcomm::cuda::UlpsWorkspaceNbytes(Size("numel", numel)); }, "numel"_a);
+      "cuda_ulps_encode_workspace_nbytes",
+      [](std::int64_t numel) { return zcomm::cuda::UlpsEncodeWorkspaceNbytes(Size("numel", numel)); }, "numel"_a);
+  m.def(
+      "cuda_ulps_decode_workspace_nbytes",
+      [](std::int64_t numel) { return zcomm::cuda::UlpsDecodeWorkspaceNbytes(Size("numel", numel)); }, "numel"_a);
   m.def(
       "cuda_ulps_encode",
       [](std::uintptr_t new_ptr, std::uintptr_t old_ptr, std::int64_t numel, std::uintptr_t message_ptr,

@@ -53,6 +53,12 @@ struct CudaWarp {
     }
   }
 
+  ZCOMM_DEVICE static void StoreIf(bool flag, void* pointer, std::uint16_t word) {
+    asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %2, 0;\n@p st.global.u16 [%0], %1;\n}" ::"l"(pointer), "h"(word),
+                 "r"(static_cast<std::uint32_t>(flag))
+                 : "memory");
+  }
+
   ZCOMM_DEVICE static float Divide(float a, float b) { return __fdiv_rn(a, b); }
   ZCOMM_DEVICE static float MultiplyAdd(float a, float b, float c) { return __fmaf_rn(a, b, c); }
   ZCOMM_DEVICE static std::uint32_t Permute(std::uint32_t a, std::uint32_t b, std::uint32_t selector) {

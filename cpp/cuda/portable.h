@@ -17,6 +17,7 @@
 //   Sync()                        what lanes wrote before, all see after it; all lanes call
 //   Add(pointer, word)            atomic, device memory; AddShared: the warp's shared memory
 //   Load<W>, Store<W>(pointer)    device memory, aligned to sizeof(W)
+//   StoreIf(flag, pointer, word)  16 bits, by the lanes whose flag is true, without a branch
 //   Divide(a, b)                  IEEE division
 //   MultiplyAdd(a, b, c)          a * b + c, rounded once
 //   Permute(a, b, selector)       byte i of the result is byte d of a (d = 0..3) or b (d = 4..7), d digit i of selector

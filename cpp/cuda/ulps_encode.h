@@ -5,7 +5,57 @@
 // The encoding half of ulps.h.
 namespace zcomm::cuda {
 
-// A chunk's elements, and where its payload is made: room for raw values and kUlpsSlack.
+// How often each symbol occurs in a chunk, but for that of no change; the caller zeroes them, too.
+struct UlpsCounts {
+  std::uint32_t changes[ulps::kMaxSymbols];
+  std::uint32_t gaps[ulps::kGapSymbols];
+};
+
+// The changes of a tile.
+struct UlpsTile {
+  std::uint32_t changed;
+  std::uint32_t last;                                  // the place of the last in its chunk + 1; 0: there is none
+  std::uint32_t gap_bits;                              // extra bits of gaps, in sparse chunks
+  std::uint32_t extra_bits[ulps::kMaxDirectBits + 1];  // of changes, by direct bits
+};
+
+// Where the parts of a chunk's payload are in its place: `front` words, the table and states, are its first; extra bits
+// follow; of 16-bit words there are `num_words`, from `words_at` on.
+struct UlpsParts {
+  std::uint32_t front;
+  std::uint32_t num_words;
+  std::uint32_t words_at;
+  std::uint32_t direct;
+};
+
+struct UlpsEncodeArguments {
+  const std::uint16_t* new_bits;
+  const std::uint16_t* old_bits;
+  std::uint64_t numel;
+  std::uint8_t* message;  // aligned to 4 bytes
+  UlpsSums* sums;
+  UlpsCounts* counts;  // one for each chunk of kDenseChunkBits, as are `entries` and `parts`
+  std::uint32_t* entries;
+  UlpsParts* parts;
+  UlpsTile* tiles;
+  std::uint8_t* places;  // of payloads, aligned to 8: LocateUlpsChunk
+};
+
+// A warp's memory, shared by its lanes, when it encodes a chunk.
+struct UlpsEncodeShared {
+  std::uint32_t counts[ulps::kMaxSymbols];
+  std::uint32_t coded[ulps::kMaxSymbols];
+  std::uint32_t frequency[ulps::kMaxSymbols];
+  std::uint32_t first[ulps::kMaxSymbols];
+  ulps::EncodeEntry changes[ulps::kMaxSymbols];  // by the symbol for kMaxDirectBits
+  ulps::EncodeEntry gaps[ulps::kGapSymbols];
+  std::uint8_t table[8 + 2 * (1 + 2 * ulps::kMaxSymbols) + 3];
+  std::uint32_t table_nbytes;
+  std::uint32_t direct;
+};
+
+// A chunk's elements, and where its payload is made: room for raw values and kUlpsSlack. Before there are parts of the
+// payload, symbols are at the bottom of the place, one byte an element.
 struct UlpsChunk {
   const std::uint16_t* new_bits;
   const std::uint16_t* old_bits;
@@ -13,7 +63,7 @@ struct UlpsChunk {
   std::uint8_t* place;
 
   ZCOMM_DEVICE std::uint32_t RawNbytes() const { return static_cast<std::uint32_t>(UlpsUpTo4(2ULL * numel)); }
-  ZCOMM_DEVICE std::uint32_t Room() const { return RawNbytes() + kUlpsSlack; }
+  ZCOMM_DEVICE std::uint32_t Room() const { return (RawNbytes() + kUlpsSlack) / 8 * 8; }
 };
 
 ZCOMM_HOST_DEVICE std::uint64_t UlpsPlacesNbytes(std::uint64_t numel) {
@@ -26,34 +76,28 @@ ZCOMM_DEVICE std::uint32_t UlpsChunkBits(const UlpsEncodeArguments& a) {
   return ulps::ChunkBitsOf(P::template Load<std::uint32_t>(&a.sums->changed));
 }
 
-template <class P>
-ZCOMM_DEVICE UlpsChunk LocateUlpsChunk(const UlpsEncodeArguments& a, std::uint32_t chunk, std::uint32_t chunk_bits) {
-  const std::uint64_t first = static_cast<std::uint64_t>(chunk) << chunk_bits;
+ZCOMM_DEVICE UlpsChunk LocateUlpsChunk(const UlpsEncodeArguments& a, std::uint64_t chunk, std::uint32_t chunk_bits) {
+  const std::uint64_t first = chunk << chunk_bits;
   const std::uint64_t rest = a.numel - first;
   const auto numel = static_cast<std::uint32_t>(rest >> chunk_bits != 0 ? 1ULL << chunk_bits : rest);
-  std::uint8_t* place = a.places + 2 * first + static_cast<std::uint64_t>(kUlpsSlack) * chunk;
-  return {a.new_bits + first, a.old_bits + first, numel, place};
+  return {a.new_bits + first, a.old_bits + first, numel, a.places + 2 * first + kUlpsSlack * chunk};
 }
 
-// Calls visit(i, z) for each change in rounds of 32, in order or from the last on. All lanes call; z is 0 past the end.
+constexpr std::uint32_t kUlpsAhead = 8;  // rounds whose values are loaded at once
+
+// Calls visit(i, z) for each change of a tile in rounds of 32, in order. All lanes call; z is 0 past the end.
 template <class P, class Visit>
-ZCOMM_DEVICE void VisitChanges(const UlpsChunk& chunk, bool is_reversed, const Visit& visit) {
-  const std::uint32_t num_rounds = (chunk.numel + 31) / 32;
-  for (std::uint32_t done = 0; done < num_rounds; done += kUlpsAhead) {
+ZCOMM_DEVICE void VisitChanges(const UlpsChunk& chunk, const UlpsTileSpan& span, const Visit& visit) {
+  for (std::uint32_t begin = span.begin; begin < span.end; begin += 32 * kUlpsAhead) {
     std::uint32_t changes[kUlpsAhead];
-    std::uint32_t places[kUlpsAhead];
     ZCOMM_UNROLL
     for (std::uint32_t k = 0; k < kUlpsAhead; ++k) {
-      const std::uint32_t round = is_reversed ? num_rounds - 1 - done - k : done + k;
-      places[k] = 32 * round + static_cast<std::uint32_t>(P::Lane());
-      const bool is_within = done + k < num_rounds && places[k] < chunk.numel;
-      changes[k] =
-          is_within ? ulps::Change(LoadWord16<P>(chunk.new_bits, places[k]), LoadWord16<P>(chunk.old_bits, places[k]))
-                    : 0U;
+      const std::uint32_t i = begin + 32 * k + static_cast<std::uint32_t>(P::Lane());
+      changes[k] = i < span.end ? ulps::Change(LoadWord16<P>(chunk.new_bits, i), LoadWord16<P>(chunk.old_bits, i)) : 0U;
     }
     ZCOMM_UNROLL
     for (std::uint32_t k = 0; k < kUlpsAhead; ++k) {
-      if (done + k < num_rounds && !visit(places[k], changes[k])) return;
+      if (begin + 32 * k < span.end) visit(begin + 32 * k + static_cast<std::uint32_t>(P::Lane()), changes[k]);
     }
   }
 }
@@ -67,52 +111,180 @@ ZCOMM_DEVICE void SampleUlps(const UlpsEncodeArguments& a, std::uint32_t warp, s
     for (std::uint32_t k = static_cast<std::uint32_t>(P::Lane()); k < ulps::kSampleNumel; k += 32) {
       changed += LoadWord16<P>(a.new_bits, first + k) != LoadWord16<P>(a.old_bits, first + k) ? 1U : 0U;
     }
-    const std::uint64_t sum = SumOfWarp<P>(changed);
-    if (P::Lane() == 0) P::Add(&a.sums->changed, static_cast<std::uint32_t>(sum));
+    const std::uint32_t sum = Sum32OfWarp<P>(changed);
+    if (P::Lane() == 0) P::Add(&a.sums->changed, sum);
   }
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 
-// Counts symbols for kMaxDirectBits in shared->counts; returns how many are not 0.
+// Adds a warp's counts to those of a chunk, and makes them 0. What lanes have counted before, they see.
 template <class P>
-ZCOMM_DEVICE std::uint32_t CountChanges(const UlpsChunk& chunk, UlpsShared* shared) {
-  for (auto s = static_cast<std::uint32_t>(P::Lane()); s < 256; s += 32) shared->counts[s] = 0;
-  P::Sync();
-  std::uint32_t changed = 0;
-  VisitChanges<P>(chunk, false, [&](std::uint32_t, std::uint32_t z) {
-    if (z != 0) P::AddShared(&shared->counts[ulps::Symbol(z, ulps::kMaxDirectBits)], 1U);
-    changed += z != 0 ? 1U : 0U;
-    return true;
-  });
-  const auto sum = static_cast<std::uint32_t>(SumOfWarp<P>(changed));
-  if (P::Lane() == 0) shared->counts[0] = chunk.numel - sum;
-  P::Sync();
-  return sum;
-}
-
-// Moves 16-bit words to a lower address.
-template <class P>
-ZCOMM_DEVICE void MoveDown(std::uint8_t* to, const std::uint8_t* from, std::uint32_t count) {
-  constexpr std::uint32_t kAtOnce = 8;
-  for (std::uint32_t begin = 0; begin < count; begin += 32 * kAtOnce) {
-    std::uint32_t words[kAtOnce];
-    ZCOMM_UNROLL
-    for (std::uint32_t k = 0; k < kAtOnce; ++k) {
-      const std::uint32_t i = begin + 32 * k + static_cast<std::uint32_t>(P::Lane());
-      words[k] = i < count ? LoadWord16<P>(from, i) : 0U;
-    }
-    P::Sync();  // What is read here may lie where another lane writes.
-    ZCOMM_UNROLL
-    for (std::uint32_t k = 0; k < kAtOnce; ++k) {
-      const std::uint32_t i = begin + 32 * k + static_cast<std::uint32_t>(P::Lane());
-      if (i < count) P::template Store<std::uint16_t>(to + 2ULL * i, static_cast<std::uint16_t>(words[k]));
-    }
-    P::Sync();
+ZCOMM_DEVICE void AddCounts(std::uint32_t* counts, std::uint32_t num_symbols, std::uint32_t* of_chunk) {
+  for (auto s = static_cast<std::uint32_t>(P::Lane()); s < num_symbols; s += 32) {
+    if (counts[s] != 0) P::Add(of_chunk + s, counts[s]);
+    counts[s] = 0;
   }
 }
 
-// The words of a chunk, from the last on: below `top`, in 16-bit words from the place.
+// Extra bits of the changes that a warp has counted, for each number of direct bits, to the tile's record.
+template <class P>
+ZCOMM_DEVICE void SumExtraBits(const std::uint32_t* counts, UlpsTile* tile) {
+  std::uint32_t sums[ulps::kMaxDirectBits + 1] = {};
+  for (auto s = static_cast<std::uint32_t>(P::Lane()); s < ulps::kMaxSymbols; s += 32) {
+    ZCOMM_UNROLL
+    for (std::uint32_t direct = 1; direct <= ulps::kMaxDirectBits; ++direct) {
+      sums[direct] += counts[s] * ulps::Width(ulps::Coarser(s, direct), direct);
+    }
+  }
+  ZCOMM_UNROLL
+  for (std::uint32_t direct = 1; direct <= ulps::kMaxDirectBits; ++direct) {
+    const std::uint32_t sum = Sum32OfWarp<P>(sums[direct]);
+    if (P::Lane() == 0) P::template Store<std::uint32_t>(&tile->extra_bits[direct], sum);
+  }
+}
+
+// `counts`: kMaxSymbols zeros in the warp's shared memory.
+template <class P>
+ZCOMM_DEVICE void CountUlps(const UlpsEncodeArguments& a, std::uint32_t warp, std::uint32_t num_warps,
+                            std::uint32_t* counts) {
+  constexpr std::uint32_t kFew =
+      4;  // Most changes are smaller: their counts would wait for each other in shared memory.
+  const std::uint32_t chunk_bits = UlpsChunkBits<P>(a);
+  for (std::uint64_t tile = warp; tile < UlpsTiles(a.numel); tile += num_warps) {
+    const UlpsTileSpan span = LocateUlpsTile(tile, a.numel, chunk_bits);
+    const UlpsChunk chunk = LocateUlpsChunk(a, span.chunk, chunk_bits);
+    std::uint32_t few[kFew] = {};
+    std::uint32_t last = 0;
+    std::uint32_t changed = 0;
+    VisitChanges<P>(chunk, span, [&](std::uint32_t i, std::uint32_t z) {
+      const std::uint32_t symbol = ulps::Symbol(z, ulps::kMaxDirectBits);
+      if (i < span.end) P::template Store<std::uint8_t>(chunk.place + i, static_cast<std::uint8_t>(symbol));
+      if (z >= kFew) P::AddShared(&counts[symbol], 1U);
+      ZCOMM_UNROLL
+      for (std::uint32_t small = 1; small < kFew; ++small) few[small] += z == small ? 1U : 0U;
+      last = z != 0 ? i + 1U : last;
+      changed += z != 0 ? 1U : 0U;
+    });
+    ZCOMM_UNROLL
+    for (std::uint32_t small = 1; small < kFew; ++small) {
+      const std::uint32_t sum = Sum32OfWarp<P>(few[small]);
+      if (P::Lane() == 0) counts[small] = sum;
+    }
+    P::Sync();
+    SumExtraBits<P>(counts, a.tiles + tile);
+    AddCounts<P>(counts, ulps::kMaxSymbols, a.counts[span.chunk].changes);
+    const std::uint32_t sum = Sum32OfWarp<P>(changed);
+    const std::uint32_t most = P::MaxOfWarp(last);
+    if (P::Lane() == 0) {
+      P::template Store<std::uint32_t>(&a.tiles[tile].changed, sum);
+      P::template Store<std::uint32_t>(&a.tiles[tile].last, most);
+      P::template Store<std::uint32_t>(&a.tiles[tile].gap_bits, 0U);
+    }
+    P::Sync();  // The counts are 0.
+  }
+}
+
+// How many elements of a chunk have changed. If `counts` is not null, it gets the counts of their symbols.
+template <class P>
+ZCOMM_DEVICE std::uint32_t ReadCounts(const UlpsCounts& of_chunk, std::uint32_t* counts) {
+  std::uint32_t changed = 0;
+  for (auto s = static_cast<std::uint32_t>(P::Lane()); s < ulps::kMaxSymbols; s += 32) {
+    const std::uint32_t count = LoadWord32<P>(of_chunk.changes, s);
+    if (counts != nullptr) counts[s] = count;
+    changed += count;
+  }
+  return Sum32OfWarp<P>(changed);
+}
+
+// The sum of value(tile) of the tiles of a chunk before one.
+template <class P, class Value>
+ZCOMM_DEVICE std::uint32_t SumOfTiles(std::uint64_t first, std::uint64_t end, const Value& value) {
+  std::uint32_t sum = 0;
+  for (std::uint64_t i = first + static_cast<std::uint32_t>(P::Lane()); i < end; i += 32) sum += value(i);
+  return Sum32OfWarp<P>(sum);
+}
+
+// The changes of a sparse chunk, at the end of its place: where each is, and the symbols of its gap and of itself.
+struct UlpsList {
+  std::uint8_t* data;
+
+  ZCOMM_DEVICE UlpsList(const UlpsChunk& chunk, std::uint32_t count) : data(chunk.place + (chunk.Room() - 8 * count)) {}
+
+  template <class P>
+  ZCOMM_DEVICE void Store(std::uint32_t index, std::uint32_t place, std::uint32_t symbols) const {
+    P::template Store<Words2>(data + 8ULL * index, Words2{{place, symbols}});
+  }
+  template <class P>
+  ZCOMM_DEVICE Words2 Load(std::uint32_t index) const {
+    return P::template Load<Words2>(data + 8ULL * index);
+  }
+};
+
+// `counts`: kGapSymbols zeros in the warp's shared memory.
+template <class P>
+ZCOMM_DEVICE void ListUlps(const UlpsEncodeArguments& a, std::uint32_t warp, std::uint32_t num_warps,
+                           std::uint32_t* counts) {
+  const std::uint32_t chunk_bits = UlpsChunkBits<P>(a);
+  for (std::uint64_t tile = warp; tile < UlpsTiles(a.numel); tile += num_warps) {
+    const UlpsTileSpan span = LocateUlpsTile(tile, a.numel, chunk_bits);
+    const UlpsChunk chunk = LocateUlpsChunk(a, span.chunk, chunk_bits);
+    const std::uint32_t count = ReadCounts<P>(a.counts[span.chunk], nullptr);
+    if (!ulps::IsSparse(count, chunk.numel) || LoadWord32<P>(&a.tiles[tile].changed, 0) == 0) continue;
+    std::uint32_t found = 0;  // before this tile
+    std::uint32_t end = 0;    // where the last of these is, + 1
+    for (std::uint64_t i = span.first_tile + static_cast<std::uint32_t>(P::Lane()); i < tile; i += 32) {
+      found += LoadWord32<P>(&a.tiles[i].changed, 0);
+      const std::uint32_t last = LoadWord32<P>(&a.tiles[i].last, 0);
+      end = last > end ? last : end;
+    }
+    found = Sum32OfWarp<P>(found);
+    end = P::MaxOfWarp(end);
+    const UlpsList list(chunk, count);
+    std::uint32_t gap_bits = 0;
+    for (std::uint32_t begin = span.begin; begin < span.end; begin += 32 * kUlpsAhead) {
+      std::uint32_t symbols[kUlpsAhead];
+      ZCOMM_UNROLL
+      for (std::uint32_t k = 0; k < kUlpsAhead; ++k) {
+        const std::uint32_t i = begin + 32 * k + static_cast<std::uint32_t>(P::Lane());
+        symbols[k] = i < span.end ? P::template Load<std::uint8_t>(chunk.place + i) : std::uint32_t{0};
+      }
+      ZCOMM_UNROLL
+      for (std::uint32_t k = 0; k < kUlpsAhead; ++k) {
+        const std::uint32_t mask = P::Ballot(symbols[k] != 0);
+        if (mask == 0) continue;
+        const std::uint32_t first = begin + 32 * k;
+        if (symbols[k] != 0) {
+          const std::uint32_t before = mask & ((1U << P::Lane()) - 1U);
+          const std::uint32_t from = before != 0 ? first + ulps::Octave(before) + 1U : end;
+          const std::uint32_t place = first + static_cast<std::uint32_t>(P::Lane());
+          const std::uint32_t gap = ulps::Symbol(place - from, ulps::kGapDirectBits);
+          list.Store<P>(found + CountBits(before), place, gap | symbols[k] << 8);
+          P::AddShared(&counts[gap], 1U);
+          gap_bits += ulps::Width(gap, ulps::kGapDirectBits);
+        }
+        found += CountBits(mask);
+        end = first + ulps::Octave(mask) + 1U;
+      }
+    }
+    const std::uint32_t sum = Sum32OfWarp<P>(gap_bits);
+    if (P::Lane() == 0) P::template Store<std::uint32_t>(&a.tiles[tile].gap_bits, sum);
+    P::Sync();
+    AddCounts<P>(counts, ulps::kGapSymbols, a.counts[span.chunk].gaps);
+    P::Sync();  // The counts are 0.
+  }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+
+// The lanes that gave a word in a round, the low half of their states before.
+struct UlpsRound {
+  std::uint32_t mask;
+  std::uint32_t state;
+};
+
+// The words of a chunk, from the last on: below `top`, in 16-bit words from the place. Some rounds are encoded before
+// their words are written, and both without branches: then a round waits for the one before only for its states.
 template <class P>
 struct UlpsCoder {
   std::uint8_t* place;
@@ -120,221 +292,303 @@ struct UlpsCoder {
   std::uint32_t used = 0;
   std::uint32_t state = ulps::kLowestState;
 
-  ZCOMM_DEVICE UlpsCoder(std::uint8_t* to, std::uint32_t room) : place(to), top(room / 2) {}
+  ZCOMM_DEVICE UlpsCoder(std::uint8_t* to, std::uint32_t nbytes) : place(to), top(nbytes / 2) {}
 
-  ZCOMM_DEVICE void Encode(bool is_active, const ulps::EncodeEntry& entry) {
+  ZCOMM_DEVICE UlpsRound Encode(bool is_active, const ulps::EncodeEntry& entry) {
     const bool is_full = is_active && ulps::IsFull(state, entry.packed);
-    const std::uint32_t mask = P::Ballot(is_full);
-    used += CountBits(mask);
-    if (is_full) {
-      P::template Store<std::uint16_t>(place + 2ULL * (top - used + RankIn<P>(mask)),
-                                       static_cast<std::uint16_t>(state));
-      state >>= 16;
-    }
-    if (is_active) state = ulps::EncodeSymbol(state, entry);
+    const UlpsRound round{P::Ballot(is_full), state};
+    const std::uint32_t left = is_full ? state >> 16 : state;
+    const std::uint32_t coded = ulps::EncodeSymbol(left, entry);
+    state = is_active ? coded : left;
+    return round;
+  }
+
+  ZCOMM_DEVICE void Write(const UlpsRound& round) {
+    used += CountBits(round.mask);
+    const bool is_mine = (round.mask >> P::Lane() & 1U) != 0;
+    P::StoreIf(is_mine, place + 2ULL * (top - used + RankIn<P>(round.mask)), static_cast<std::uint16_t>(round.state));
   }
 };
 
-// Puts the parts of a payload in order: what stands in shared->table, states, words. The room for extra bits becomes 0.
-// Returns the payload's bytes, or 0 if they are not fewer than raw.
-template <class P>
-ZCOMM_DEVICE std::uint32_t FinishPayload(const UlpsChunk& chunk, const UlpsCoder<P>& coder, std::uint32_t num_lanes,
-                                         std::uint32_t extra_nbytes, const UlpsShared& shared) {
-  const auto lane = static_cast<std::uint32_t>(P::Lane());
-  const auto states_at = static_cast<std::uint32_t>(UlpsUpTo4(shared.table_nbytes));
-  const std::uint32_t words_at = states_at + 4 * num_lanes;
-  const auto extra_at = static_cast<std::uint32_t>(UlpsUpTo4(words_at + 2ULL * coder.used));
-  if (static_cast<std::uint64_t>(extra_at) + extra_nbytes >= chunk.RawNbytes()) return 0;
-  P::Sync();  // The words of all lanes are written.
-  MoveDown<P>(chunk.place + words_at, chunk.place + 2ULL * (coder.top - coder.used), coder.used);
-  for (std::uint32_t i = lane; i < states_at; i += 32) {
-    P::template Store<std::uint8_t>(chunk.place + i, i < shared.table_nbytes ? shared.table[i] : std::uint8_t{0});
-  }
-  if (lane < num_lanes) P::template Store<std::uint32_t>(chunk.place + states_at + 4 * lane, coder.state);
-  if (lane == 0 && coder.used % 2 != 0) P::template Store<std::uint16_t>(chunk.place + extra_at - 2, std::uint16_t{0});
-  for (std::uint32_t i = lane; i < extra_nbytes / 4; i += 32) {
-    P::template Store<std::uint32_t>(chunk.place + extra_at + 4ULL * i, 0U);
-  }
-  P::Sync();
-  return extra_at + extra_nbytes;
-}
-
-// Adds bits to words that were 0, in the order of lanes.
-template <class P>
-ZCOMM_DEVICE void WriteExtra(std::uint8_t* data, std::uint32_t bits, std::uint32_t width, std::uint64_t* at) {
-  if (P::Ballot(width > 0) == 0) return;
-  std::uint32_t total = 0;
-  const std::uint64_t mine = *at + SumBefore<P>(width, &total);
-  *at += total;
-  if (width == 0) return;
-  const std::uint64_t shifted = static_cast<std::uint64_t>(bits) << (mine % 32);
-  auto* word = reinterpret_cast<std::uint32_t*>(data) + mine / 32;
-  P::Add(word, static_cast<std::uint32_t>(shifted));
-  if (shifted >> 32 != 0) P::Add(word + 1, static_cast<std::uint32_t>(shifted >> 32));
-}
-
-ZCOMM_DEVICE void StoreInTable(std::uint32_t word, std::uint32_t at, UlpsShared* shared) {
+ZCOMM_DEVICE void StoreInTable(std::uint32_t word, std::uint32_t at, UlpsEncodeShared* shared) {
   for (std::uint32_t i = 0; i < 4; ++i) shared->table[at + i] = static_cast<std::uint8_t>(word >> (8 * i));
 }
 
-// One lane makes the table of changes, at shared->table + at, and their entries. Returns the extra bits, in all lanes.
+// One lane writes a table at shared->table + at, and frequencies with their sums to `shared`.
+ZCOMM_DEVICE void MakeTable(const std::uint32_t* counts, std::uint32_t num_symbols, std::uint32_t at,
+                            UlpsEncodeShared* shared) {
+  ulps::ScaleCounts(counts, num_symbols, shared->frequency);
+  std::uint32_t sum = 0;
+  for (std::uint32_t s = 0; s < num_symbols; ++s) {
+    shared->first[s] = sum;
+    sum += shared->frequency[s];
+  }
+  const std::uint8_t* end = ulps::WriteTable(shared->frequency, num_symbols, shared->table + at);
+  shared->table_nbytes = static_cast<std::uint32_t>(end - shared->table);
+}
+
+ZCOMM_DEVICE ulps::EncodeEntry EntryOf(std::uint32_t symbol, const UlpsEncodeShared& shared) {
+  const std::uint32_t frequency = shared.frequency[symbol];
+  return frequency > 0 ? ulps::MakeEncodeEntry(frequency, shared.first[symbol]) : ulps::EncodeEntry{0, 0};
+}
+
+// The table of changes, whose symbols are counted in `shared`, and their entries. Returns their extra bits.
 template <class P>
-ZCOMM_DEVICE std::uint64_t MakeChangesTable(std::uint32_t num_changes, std::uint32_t at, UlpsShared* shared) {
+ZCOMM_DEVICE std::uint64_t MakeChangesTable(std::uint32_t num_changes, std::uint32_t at, UlpsEncodeShared* shared) {
   std::uint64_t num_extra_bits = 0;
   if (P::Lane() == 0) {
     shared->direct = ulps::DirectBits(shared->counts, num_changes);
     num_extra_bits = ulps::CoarserCounts(shared->counts, shared->direct, shared->coded);
-    const std::uint32_t num_symbols = ulps::NumSymbols(shared->direct);
-    ulps::ScaleCounts(shared->coded, num_symbols, shared->frequency);
-    ulps::FillEntries(shared->frequency, num_symbols, shared->entries[0]);
     shared->table[at] = static_cast<std::uint8_t>(shared->direct);
-    const std::uint8_t* end = ulps::WriteTable(shared->frequency, num_symbols, shared->table + at + 1);
-    shared->table_nbytes = static_cast<std::uint32_t>(end - shared->table);
+    MakeTable(shared->coded, ulps::NumSymbols(shared->direct), at + 1, shared);
+  }
+  P::Sync();
+  for (auto s = static_cast<std::uint32_t>(P::Lane()); s < ulps::kMaxSymbols; s += 32) {
+    shared->changes[s] = EntryOf(ulps::Coarser(s, shared->direct), *shared);
   }
   P::Sync();
   return SumOfWarp<P>(num_extra_bits);
 }
 
-// 0: not fewer bytes than raw.
+// Puts what stands in shared->table and the states before what is left of the payload, makes the room for extra bits 0,
+// and stores where the parts are. Returns the payload's bytes, or 0 if they are not fewer than raw.
 template <class P>
-ZCOMM_DEVICE std::uint32_t EncodeDenseChunk(const UlpsChunk& chunk, UlpsShared* shared) {
-  const std::uint64_t num_extra_bits = MakeChangesTable<P>(chunk.numel, 4, shared);
-  const std::uint32_t direct = shared->direct;
-  const auto extra_nbytes = static_cast<std::uint32_t>((num_extra_bits + 31) / 32 * 4);
-  UlpsCoder<P> coder(chunk.place, chunk.Room());
-  VisitChanges<P>(chunk, true, [&](std::uint32_t i, std::uint32_t z) {
-    coder.Encode(i < chunk.numel, shared->entries[0][ulps::Symbol(z, direct)]);
-    return 2 * coder.used + extra_nbytes < chunk.RawNbytes();
-  });
-  if (P::Lane() == 0) StoreInTable(coder.used, 0, shared);
-  P::Sync();
-  const std::uint32_t nbytes = FinishPayload<P>(chunk, coder, 32, extra_nbytes, *shared);
-  if (nbytes == 0) return 0;
-  std::uint64_t at = 0;
-  VisitChanges<P>(chunk, false, [&](std::uint32_t, std::uint32_t z) {
-    const std::uint32_t width = ulps::Width(ulps::Symbol(z, direct), direct);
-    WriteExtra<P>(chunk.place + (nbytes - extra_nbytes), ulps::Extra(z, width), width, &at);
-    return true;
-  });
-  return nbytes;
+ZCOMM_DEVICE std::uint32_t FinishPayload(const UlpsChunk& chunk, const UlpsCoder<P>& coder, std::uint32_t num_lanes,
+                                         std::uint64_t num_extra_bits, const UlpsEncodeShared& shared,
+                                         UlpsParts* parts) {
+  const auto lane = static_cast<std::uint32_t>(P::Lane());
+  const auto states_at = static_cast<std::uint32_t>(UlpsUpTo4(shared.table_nbytes));
+  const std::uint32_t front = states_at / 4 + num_lanes;
+  const auto num_extra = static_cast<std::uint32_t>((num_extra_bits + 31) / 32);
+  const std::uint64_t nbytes = UlpsUpTo4(4ULL * front + 2ULL * coder.used) + 4ULL * num_extra;
+  if (nbytes >= chunk.RawNbytes()) return 0;
+  P::Sync();  // All lanes have read their symbols, which are where this is written.
+  for (std::uint32_t i = lane; i < states_at; i += 32) {
+    P::template Store<std::uint8_t>(chunk.place + i, i < shared.table_nbytes ? shared.table[i] : std::uint8_t{0});
+  }
+  if (lane < num_lanes) P::template Store<std::uint32_t>(chunk.place + states_at + 4 * lane, coder.state);
+  for (std::uint32_t i = lane; i < num_extra; i += 32) {
+    P::template Store<std::uint32_t>(chunk.place + 4ULL * (front + i), 0U);
+  }
+  if (lane == 0) {
+    P::template Store<std::uint32_t>(&parts->front, front);
+    P::template Store<std::uint32_t>(&parts->num_words, coder.used);
+    P::template Store<std::uint32_t>(&parts->words_at, coder.top - coder.used);
+    P::template Store<std::uint32_t>(&parts->direct, shared.direct);
+  }
+  return static_cast<std::uint32_t>(nbytes);
 }
 
-// The changes of a sparse chunk: their places stand at the end of the chunk's place.
+// 0: not fewer bytes than raw.
 template <class P>
-struct UlpsPlaces {
-  const UlpsChunk& chunk;
-  std::uint32_t count;
-
-  ZCOMM_DEVICE std::uint8_t* Data() const { return chunk.place + (chunk.Room() - 4 * count); }
-
-  ZCOMM_DEVICE void Find() const {
-    std::uint32_t found = 0;
-    VisitChanges<P>(chunk, false, [&](std::uint32_t i, std::uint32_t z) {
-      const std::uint32_t mask = P::Ballot(z != 0);
-      if (z != 0) P::template Store<std::uint32_t>(Data() + 4ULL * (found + RankIn<P>(mask)), i);
-      found += CountBits(mask);
-      return true;
-    });
-    P::Sync();
-  }
-
-  // Change `i`: its gap and its z; 0 for one past the end.
-  ZCOMM_DEVICE void Read(std::uint32_t i, std::uint32_t* gap, std::uint32_t* z) const {
-    *gap = 0;
-    *z = 0;
-    if (i >= count) return;
-    const std::uint32_t place = LoadWord32<P>(Data(), i);
-    *gap = i == 0 ? place : place - LoadWord32<P>(Data(), i - 1) - 1U;
-    *z = ulps::Change(LoadWord16<P>(chunk.new_bits, place), LoadWord16<P>(chunk.old_bits, place));
-  }
-};
-
-template <class P>
-ZCOMM_DEVICE std::uint32_t EncodeSparseChunk(const UlpsChunk& chunk, std::uint32_t num_changes, UlpsShared* shared) {
+ZCOMM_DEVICE std::uint32_t EncodeDenseChunk(const UlpsChunk& chunk, UlpsEncodeShared* shared, UlpsParts* parts) {
+  constexpr std::uint32_t kAtOnce = 16;  // rounds
+  const std::uint64_t num_extra_bits = MakeChangesTable<P>(chunk.numel, 4, shared);
+  const std::uint64_t most = chunk.RawNbytes();
+  if (num_extra_bits / 8 >= most) return 0;
+  const std::uint32_t num_rounds = (chunk.numel + 31) / 32;
   const auto lane = static_cast<std::uint32_t>(P::Lane());
-  const UlpsPlaces<P> places{chunk, num_changes};
-  places.Find();
-  for (std::uint32_t s = lane; s < ulps::kGapSymbols; s += 32) shared->gap_counts[s] = 0;
-  if (lane == 0) shared->counts[0] = 0;
-  P::Sync();
-  std::uint32_t gap = 0;
-  std::uint32_t z = 0;
+  // Of the k-th round before `end`; past the chunk's ends it is one that is not coded.
+  const auto load = [&](std::uint32_t end, std::uint32_t k) -> std::uint32_t {
+    const std::uint32_t i = 32 * (end - 1 - k) + lane;
+    return k < end && i < chunk.numel ? P::template Load<std::uint8_t>(chunk.place + i) : ulps::kMaxSymbols;
+  };
+  std::uint32_t symbols[kAtOnce];
+  ZCOMM_UNROLL
+  for (std::uint32_t k = 0; k < kAtOnce; ++k) symbols[k] = load(num_rounds, k);
+  UlpsCoder<P> coder(chunk.place, chunk.Room());
+  for (std::uint32_t end = num_rounds;;) {
+    ulps::EncodeEntry entries[kAtOnce];
+    bool is_active[kAtOnce];
+    ZCOMM_UNROLL
+    for (std::uint32_t k = 0; k < kAtOnce; ++k) {
+      is_active[k] = symbols[k] < ulps::kMaxSymbols;
+      entries[k] = shared->changes[is_active[k] ? symbols[k] : 0U];
+    }
+    const std::uint32_t before = end > kAtOnce ? end - kAtOnce : 0U;
+    ZCOMM_UNROLL
+    for (std::uint32_t k = 0; k < kAtOnce; ++k) symbols[k] = load(before, k);
+    UlpsRound rounds[kAtOnce];
+    ZCOMM_UNROLL
+    for (std::uint32_t k = 0; k < kAtOnce; ++k) rounds[k] = coder.Encode(is_active[k], entries[k]);
+    ZCOMM_UNROLL
+    for (std::uint32_t k = 0; k < kAtOnce; ++k) coder.Write(rounds[k]);
+    end = before;
+    if (end == 0 || 2ULL * coder.used + num_extra_bits / 8 >= most) break;
+  }
+  if (lane == 0) StoreInTable(coder.used, 0, shared);
+  return FinishPayload<P>(chunk, coder, 32, num_extra_bits, *shared, parts);
+}
+
+// 0: not fewer bytes than raw.
+template <class P>
+ZCOMM_DEVICE std::uint32_t EncodeSparseChunk(const UlpsChunk& chunk, std::uint32_t num_changes,
+                                             const UlpsCounts& of_chunk, UlpsEncodeShared* shared, UlpsParts* parts) {
+  constexpr std::uint32_t kAtOnce = 8;  // rounds
+  const auto lane = static_cast<std::uint32_t>(P::Lane());
   std::uint32_t num_gap_bits = 0;
-  for (std::uint32_t i = lane; i < num_changes; i += 32) {
-    places.Read(i, &gap, &z);
-    const std::uint32_t symbol = ulps::Symbol(gap, ulps::kGapDirectBits);
-    P::AddShared(&shared->gap_counts[symbol], 1U);
-    num_gap_bits += ulps::Width(symbol, ulps::kGapDirectBits);
+  for (std::uint32_t s = lane; s < ulps::kGapSymbols; s += 32) {
+    const std::uint32_t count = LoadWord32<P>(of_chunk.gaps, s);
+    shared->coded[s] = count;
+    num_gap_bits += count * ulps::Width(s, ulps::kGapDirectBits);
   }
   P::Sync();
   if (lane == 0) {
-    ulps::ScaleCounts(shared->gap_counts, ulps::kGapSymbols, shared->frequency);
-    ulps::FillEntries(shared->frequency, ulps::kGapSymbols, shared->entries[1]);
-    const std::uint8_t* end = ulps::WriteTable(shared->frequency, ulps::kGapSymbols, shared->table + 8);
-    shared->table_nbytes = static_cast<std::uint32_t>(end - shared->table);
+    MakeTable(shared->coded, ulps::kGapSymbols, 8, shared);
     StoreInTable(num_changes, 0, shared);
   }
   P::Sync();
+  for (std::uint32_t s = lane; s < ulps::kGapSymbols; s += 32) shared->gaps[s] = EntryOf(s, *shared);
   const std::uint32_t changes_at = shared->table_nbytes;
-  P::Sync();  // All have read it before it changes.
+  P::Sync();  // All have read frequencies and lengths before they change.
   const std::uint64_t num_extra_bits =
-      MakeChangesTable<P>(num_changes, changes_at, shared) + SumOfWarp<P>(num_gap_bits);
-  const std::uint32_t direct = shared->direct;
-  const auto extra_nbytes = static_cast<std::uint32_t>((num_extra_bits + 31) / 32 * 4);
-  UlpsCoder<P> coder(chunk.place, chunk.Room() - 4 * num_changes);
+      MakeChangesTable<P>(num_changes, changes_at, shared) + Sum32OfWarp<P>(num_gap_bits);
+  const UlpsList list(chunk, num_changes);
+  UlpsCoder<P> coder(chunk.place, chunk.Room() - 8 * num_changes);
   const std::uint32_t num_rounds = (num_changes + ulps::kSparseLanes - 1) / ulps::kSparseLanes;
-  for (std::uint32_t round = num_rounds; round-- > 0;) {
-    const std::uint32_t i = round * ulps::kSparseLanes + lane;
-    const bool is_active = lane < ulps::kSparseLanes && i < num_changes;
-    places.Read(is_active ? i : num_changes, &gap, &z);
-    coder.Encode(is_active, shared->entries[0][ulps::Symbol(z, direct)]);
-    coder.Encode(is_active, shared->entries[1][ulps::Symbol(gap, ulps::kGapDirectBits)]);
+  for (std::uint32_t done = 0; done < num_rounds; done += kAtOnce) {
+    std::uint32_t symbols[kAtOnce];
+    bool is_active[kAtOnce];
+    ZCOMM_UNROLL
+    for (std::uint32_t k = 0; k < kAtOnce; ++k) {
+      const std::uint32_t i = (num_rounds - 1 - done - k) * ulps::kSparseLanes + lane;
+      is_active[k] = lane < ulps::kSparseLanes && done + k < num_rounds && i < num_changes;
+      symbols[k] = is_active[k] ? list.Load<P>(i).w[1] : 0U;
+    }
+    UlpsRound rounds[2 * kAtOnce];
+    ZCOMM_UNROLL
+    for (std::uint32_t k = 0; k < kAtOnce; ++k) {
+      rounds[2 * k] = coder.Encode(is_active[k], shared->changes[symbols[k] >> 8]);
+      rounds[2 * k + 1] = coder.Encode(is_active[k], shared->gaps[symbols[k] & 0xFFU]);
+    }
+    ZCOMM_UNROLL
+    for (std::uint32_t k = 0; k < 2 * kAtOnce; ++k) coder.Write(rounds[k]);
   }
   if (lane == 0) StoreInTable(coder.used, 4, shared);
-  P::Sync();
-  const std::uint32_t nbytes = FinishPayload<P>(chunk, coder, ulps::kSparseLanes, extra_nbytes, *shared);
-  if (nbytes == 0) return 0;
-  std::uint64_t at = 0;
-  for (std::uint32_t begin = 0; begin < num_changes; begin += 32) {
-    places.Read(begin + lane, &gap, &z);
-    const std::uint32_t gap_width = ulps::Width(ulps::Symbol(gap, ulps::kGapDirectBits), ulps::kGapDirectBits);
-    const std::uint32_t width = ulps::Width(ulps::Symbol(z, direct), direct);
-    const std::uint32_t bits = ulps::Extra(gap, gap_width) | ulps::Extra(z, width) << gap_width;
-    WriteExtra<P>(chunk.place + (nbytes - extra_nbytes), bits, gap_width + width, &at);
-  }
-  return nbytes;
-}
-
-template <class P>
-ZCOMM_DEVICE void EncodeRawChunk(const UlpsChunk& chunk) {
-  for (auto i = static_cast<std::uint32_t>(P::Lane()); i < chunk.RawNbytes() / 2; i += 32) {
-    const std::uint32_t bits = i < chunk.numel ? LoadWord16<P>(chunk.new_bits, i) : 0U;
-    P::template Store<std::uint16_t>(chunk.place + 2ULL * i, static_cast<std::uint16_t>(bits));
-  }
+  return FinishPayload<P>(chunk, coder, ulps::kSparseLanes, num_extra_bits, *shared, parts);
 }
 
 // Chunk `warp`, if there is one.
 template <class P>
-ZCOMM_DEVICE void EncodeUlps(const UlpsEncodeArguments& a, std::uint32_t warp, UlpsShared* shared) {
+ZCOMM_DEVICE void EncodeUlps(const UlpsEncodeArguments& a, std::uint32_t warp, UlpsEncodeShared* shared) {
   const std::uint32_t chunk_bits = UlpsChunkBits<P>(a);
   if (warp >= UlpsChunks(a.numel, chunk_bits)) return;
-  const UlpsChunk chunk = LocateUlpsChunk<P>(a, warp, chunk_bits);
-  const std::uint32_t changed = CountChanges<P>(chunk, shared);
+  const UlpsChunk chunk = LocateUlpsChunk(a, warp, chunk_bits);
+  const UlpsCounts& of_chunk = a.counts[warp];
+  const std::uint32_t changed = ReadCounts<P>(of_chunk, shared->counts);
   const bool is_sparse = ulps::IsSparse(changed, chunk.numel);
+  P::Sync();
+  if (P::Lane() == 0) shared->counts[0] = is_sparse ? 0U : chunk.numel - changed;
+  P::Sync();
   std::uint32_t nbytes = 0;
   std::uint32_t kind = ulps::kZero;
   if (changed > 0) {
-    nbytes = is_sparse ? EncodeSparseChunk<P>(chunk, changed, shared) : EncodeDenseChunk<P>(chunk, shared);
+    nbytes = is_sparse ? EncodeSparseChunk<P>(chunk, changed, of_chunk, shared, a.parts + warp)
+                       : EncodeDenseChunk<P>(chunk, shared, a.parts + warp);
     kind = is_sparse ? ulps::kSparse : ulps::kDense;
     if (nbytes == 0) {
-      P::Sync();
-      EncodeRawChunk<P>(chunk);
       nbytes = chunk.RawNbytes();
       kind = ulps::kRaw;
     }
   }
   if (P::Lane() == 0) P::template Store<std::uint32_t>(a.entries + warp, nbytes | kind);
 }
+
+// ---------------------------------------------------------------------------------------------------------------------
+
+// Adds bits to words that were 0.
+template <class P>
+ZCOMM_DEVICE void WriteExtra(std::uint8_t* data, std::uint32_t bits, std::uint32_t width, std::uint32_t at) {
+  if (width == 0) return;
+  const std::uint64_t shifted = static_cast<std::uint64_t>(bits) << (at % 32);
+  auto* word = reinterpret_cast<std::uint32_t*>(data) + at / 32;
+  P::Add(word, static_cast<std::uint32_t>(shifted));
+  if (shifted >> 32 != 0) P::Add(word + 1, static_cast<std::uint32_t>(shifted >> 32));
+}
+
+// Those of the changes of a sparse chunk from index `begin` to `end`, from bit `at` on.
+template <class P>
+ZCOMM_DEVICE void WriteSparseExtra(const UlpsChunk& chunk, const UlpsList& list, std::uint32_t begin, std::uint32_t end,
+                                   std::uint32_t direct, std::uint8_t* data, std::uint32_t at) {
+  for (; begin < end; begin += 32) {
+    const std::uint32_t i = begin + static_cast<std::uint32_t>(P::Lane());
+    std::uint32_t gap = 0;
+    std::uint32_t z = 0;
+    if (i < end) {
+      const std::uint32_t place = list.Load<P>(i).w[0];
+      gap = i == 0 ? place : place - list.Load<P>(i - 1).w[0] - 1U;
+      z = ulps::Change(LoadWord16<P>(chunk.new_bits, place), LoadWord16<P>(chunk.old_bits, place));
+    }
+    const std::uint32_t gap_width = ulps::Width(ulps::Symbol(gap, ulps::kGapDirectBits), ulps::kGapDirectBits);
+    const std::uint32_t width = ulps::Width(ulps::Symbol(z, direct), direct);
+    std::uint32_t total = 0;
+    const std::uint32_t mine = at + SumBefore<P>(gap_width + width, &total);
+    at += total;
+    WriteExtra<P>(data, ulps::Extra(gap, gap_width), gap_width, mine);
+    WriteExtra<P>(data, ulps::Extra(z, width), width, mine + gap_width);
+  }
+}
+
+template <class P>
+ZCOMM_DEVICE void ExtraUlps(const UlpsEncodeArguments& a, std::uint32_t warp, std::uint32_t num_warps) {
+  const std::uint32_t chunk_bits = UlpsChunkBits<P>(a);
+  for (std::uint64_t tile = warp; tile < UlpsTiles(a.numel); tile += num_warps) {
+    const UlpsTileSpan span = LocateUlpsTile(tile, a.numel, chunk_bits);
+    const std::uint32_t kind = LoadWord32<P>(a.entries, span.chunk) & 3U;
+    if (kind != ulps::kSparse && kind != ulps::kDense) continue;
+    const UlpsChunk chunk = LocateUlpsChunk(a, span.chunk, chunk_bits);
+    const std::uint32_t direct = LoadWord32<P>(&a.parts[span.chunk].direct, 0);
+    const auto bits_of = [&](std::uint64_t i) {
+      return LoadWord32<P>(a.tiles[i].extra_bits, direct) + LoadWord32<P>(&a.tiles[i].gap_bits, 0);
+    };
+    if (bits_of(tile) == 0) continue;
+    std::uint32_t at = SumOfTiles<P>(span.first_tile, tile, bits_of);
+    std::uint8_t* data = chunk.place + 4ULL * LoadWord32<P>(&a.parts[span.chunk].front, 0);
+    if (kind == ulps::kSparse) {
+      const auto changed_in = [&](std::uint64_t i) { return LoadWord32<P>(&a.tiles[i].changed, 0); };
+      const std::uint32_t begin = SumOfTiles<P>(span.first_tile, tile, changed_in);
+      const UlpsList list(chunk, ReadCounts<P>(a.counts[span.chunk], nullptr));
+      WriteSparseExtra<P>(chunk, list, begin, begin + changed_in(tile), direct, data, at);
+      continue;
+    }
+    VisitChanges<P>(chunk, span, [&](std::uint32_t, std::uint32_t z) {
+      const std::uint32_t width = ulps::Width(ulps::Symbol(z, direct), direct);
+      if (P::Ballot(width > 0) == 0) return;
+      std::uint32_t total = 0;
+      const std::uint32_t mine = at + SumBefore<P>(width, &total);
+      at += total;
+      WriteExtra<P>(data, ulps::Extra(z, width), width, mine);
+    });
+  }
+}
+
+// What a chunk's payload is put together from.
+template <class P>
+struct UlpsSource {
+  const std::uint8_t* words;  // 16-bit
+  std::uint32_t num_words;
+  std::uint32_t front = 0;  // 32-bit words before these, at `place`; extra bits are behind `front`, there
+  const std::uint8_t* place = nullptr;
+
+  ZCOMM_DEVICE UlpsSource(const UlpsEncodeArguments& a, const UlpsChunk& chunk, std::uint32_t index, std::uint32_t kind)
+      : words(reinterpret_cast<const std::uint8_t*>(chunk.new_bits)), num_words(chunk.numel) {
+    if (kind == ulps::kRaw) return;
+    place = chunk.place;
+    front = LoadWord32<P>(&a.parts[index].front, 0);
+    num_words = LoadWord32<P>(&a.parts[index].num_words, 0);
+    words = place + 2ULL * LoadWord32<P>(&a.parts[index].words_at, 0);
+  }
+
+  // 32-bit word `i` of the payload.
+  ZCOMM_DEVICE std::uint32_t Word(std::uint64_t i) const {
+    if (i < front) return LoadWord32<P>(place, i);
+    const std::uint64_t pair = i - front;
+    const std::uint64_t num_pairs = (num_words + 1ULL) / 2;
+    if (pair >= num_pairs) return LoadWord32<P>(place, front + (pair - num_pairs));
+    const std::uint32_t low = LoadWord16<P>(words, 2 * pair);
+    return 2 * pair + 1 < num_words ? low | LoadWord16<P>(words, 2 * pair + 1) << 16 : low;
+  }
+};
 
 // Pieces of payloads to the message.
 template <class P>
@@ -355,10 +609,10 @@ ZCOMM_DEVICE void PlaceUlps(const UlpsEncodeArguments& a, std::uint32_t warp, st
     if (begin >= num_words) continue;
     const UlpsOffsets offsets = FindOffsets<P>(a.entries, index, num_chunks);
     const std::uint64_t first = kUlpsHeadWords + num_chunks + offsets.before / 4;
-    const UlpsChunk chunk = LocateUlpsChunk<P>(a, index, chunk_bits);
+    const UlpsSource<P> source(a, LocateUlpsChunk(a, index, chunk_bits), index, entry & 3U);
     const std::uint64_t end = begin + kUlpsPieceWords < num_words ? begin + kUlpsPieceWords : num_words;
     for (std::uint64_t i = begin + static_cast<std::uint32_t>(P::Lane()); i < end; i += 32) {
-      const std::uint32_t word = LoadWord32<P>(chunk.place, i);
+      const std::uint32_t word = source.Word(i);
       P::template Store<std::uint32_t>(a.message + 4 * (first + i), word);
       mixed += ulps::Mixed(word, static_cast<std::uint32_t>(first + i));
     }

@@ -5,6 +5,7 @@
 
 #include "emulated_warp.h"
 #include "ulps_chunks.h"
+#include "ulps_decode.h"
 #include "ulps_encode.h"
 #include "zcomm/ulps.h"
 
@@ -14,7 +15,7 @@ namespace {
 using Bits = std::vector<std::uint16_t>;
 using Message = std::vector<std::uint32_t>;  // so that it is aligned
 
-constexpr std::uint32_t kWarpsOfSums = 3;
+constexpr std::uint32_t kWarpsOfTiles = 3;
 constexpr std::uint32_t kGuard = 0xABABABAB;
 
 Message Padded(const std::uint8_t* data, std::size_t nbytes) {
@@ -38,30 +39,38 @@ std::uint32_t WarpsOfChunks(std::size_t numel) {
   return static_cast<std::uint32_t>(std::max<std::uint64_t>(1, UlpsChunks(numel, ulps::kDenseChunkBits)));
 }
 
+template <class T>
+EmulatedWarp::Span SpanOf(const std::vector<T>& values) {
+  return {values.data(), sizeof(T) * values.size()};
+}
+
 Message EncodedByWarps(const Bits& new_bits, const Bits& old_bits, Random* random) {
   const std::size_t numel = new_bits.size();
   Message message(UlpsMaxMessageNbytes(numel) / 4 + 1, kGuard);
+  std::vector<UlpsCounts> counts(WarpsOfChunks(numel));
   std::vector<std::uint32_t> entries(WarpsOfChunks(numel), kGuard);
+  std::vector<UlpsParts> parts(WarpsOfChunks(numel), UlpsParts{kGuard, kGuard, kGuard, kGuard});
+  std::vector<UlpsTile> tiles(UlpsTiles(numel), UlpsTile{kGuard, kGuard, kGuard, {}});
   Message places(UlpsPlacesNbytes(numel) / 4, kGuard);
   UlpsSums sums{0, 0};
-  EmulatedWarp::allowed = {{new_bits.data(), 2 * numel},
-                           {old_bits.data(), 2 * numel},
-                           {message.data(), UlpsMaxMessageNbytes(numel)},
-                           {entries.data(), 4 * entries.size()},
-                           {places.data(), 4 * places.size()},
-                           {&sums, sizeof(sums)}};
-  const UlpsEncodeArguments a{new_bits.data(),
-                              old_bits.data(),
-                              numel,
-                              reinterpret_cast<std::uint8_t*>(message.data()),
-                              &sums,
-                              entries.data(),
-                              reinterpret_cast<std::uint8_t*>(places.data())};
-  static UlpsShared shared;
-  RunWarps(kWarpsOfSums, random, [&](std::uint32_t warp) { SampleUlps<EmulatedWarp>(a, warp, kWarpsOfSums); });
-  RunWarps(WarpsOfChunks(numel), random, [&](std::uint32_t warp) { EncodeUlps<EmulatedWarp>(a, warp, &shared); });
-  RunWarps(kWarpsOfSums, random, [&](std::uint32_t warp) { PlaceUlps<EmulatedWarp>(a, warp, kWarpsOfSums); });
-  RunWarps(1, random, [&](std::uint32_t) { FinishUlps<EmulatedWarp>(a); });
+  EmulatedWarp::allowed = {SpanOf(new_bits), SpanOf(old_bits),      SpanOf(counts),
+                           SpanOf(entries),  SpanOf(parts),         SpanOf(tiles),
+                           SpanOf(places),   {&sums, sizeof(sums)}, {message.data(), UlpsMaxMessageNbytes(numel)}};
+  const UlpsEncodeArguments a{new_bits.data(), old_bits.data(),
+                              numel,           reinterpret_cast<std::uint8_t*>(message.data()),
+                              &sums,           counts.data(),
+                              entries.data(),  parts.data(),
+                              tiles.data(),    reinterpret_cast<std::uint8_t*>(places.data())};
+  static UlpsEncodeShared shared;
+  std::uint32_t of_warp[ulps::kMaxSymbols] = {};
+  const auto run = [&](std::uint32_t count, const auto& body) { RunWarps(count, random, body); };
+  run(kWarpsOfTiles, [&](std::uint32_t warp) { SampleUlps<EmulatedWarp>(a, warp, kWarpsOfTiles); });
+  run(kWarpsOfTiles, [&](std::uint32_t warp) { CountUlps<EmulatedWarp>(a, warp, kWarpsOfTiles, of_warp); });
+  run(kWarpsOfTiles, [&](std::uint32_t warp) { ListUlps<EmulatedWarp>(a, warp, kWarpsOfTiles, of_warp); });
+  run(WarpsOfChunks(numel), [&](std::uint32_t warp) { EncodeUlps<EmulatedWarp>(a, warp, &shared); });
+  run(kWarpsOfTiles, [&](std::uint32_t warp) { ExtraUlps<EmulatedWarp>(a, warp, kWarpsOfTiles); });
+  run(kWarpsOfTiles, [&](std::uint32_t warp) { PlaceUlps<EmulatedWarp>(a, warp, kWarpsOfTiles); });
+  run(1, [&](std::uint32_t) { FinishUlps<EmulatedWarp>(a); });
   EmulatedWarp::allowed.clear();
   EXPECT(message.back() == kGuard, "a word after the message is written");
   return message;
@@ -72,13 +81,29 @@ bool DecodedByWarps(const Message& message, std::size_t nbytes, Bits* values, Ra
   const std::size_t numel = values->size();
   UlpsSums sums{0, 0};
   std::int32_t is_valid = 1;
-  EmulatedWarp::allowed = {
-      {message.data(), nbytes}, {values->data(), 2 * numel}, {&sums, sizeof(sums)}, {&is_valid, sizeof(is_valid)}};
-  const UlpsDecodeArguments a{
-      reinterpret_cast<const std::uint8_t*>(message.data()), nbytes, values->data(), numel, &sums, &is_valid};
-  static UlpsShared shared;
-  RunWarps(kWarpsOfSums, random, [&](std::uint32_t warp) { SumUlps<EmulatedWarp>(a, warp, kWarpsOfSums); });
+  std::vector<UlpsDecoded> decoded(WarpsOfChunks(numel), UlpsDecoded{kGuard, kGuard, kGuard, kGuard});
+  std::vector<std::uint32_t> extra_at(UlpsTiles(numel), kGuard);
+  Message symbols(UlpsSymbolsNbytes(numel) / 4, kGuard);
+  EmulatedWarp::allowed = {{message.data(), nbytes},
+                           SpanOf(*values),
+                           SpanOf(decoded),
+                           SpanOf(extra_at),
+                           SpanOf(symbols),
+                           {&sums, sizeof(sums)},
+                           {&is_valid, sizeof(is_valid)}};
+  const UlpsDecodeArguments a{reinterpret_cast<const std::uint8_t*>(message.data()),
+                              nbytes,
+                              values->data(),
+                              numel,
+                              &sums,
+                              decoded.data(),
+                              extra_at.data(),
+                              reinterpret_cast<std::uint8_t*>(symbols.data()),
+                              &is_valid};
+  static UlpsDecodeShared shared;
+  RunWarps(kWarpsOfTiles, random, [&](std::uint32_t warp) { SumUlps<EmulatedWarp>(a, warp, kWarpsOfTiles); });
   RunWarps(WarpsOfChunks(numel), random, [&](std::uint32_t warp) { DecodeUlps<EmulatedWarp>(a, warp, &shared); });
+  RunWarps(kWarpsOfTiles, random, [&](std::uint32_t warp) { ApplyUlps<EmulatedWarp>(a, warp, kWarpsOfTiles); });
   EmulatedWarp::allowed.clear();
   return is_valid == 1;
 }
@@ -157,6 +182,16 @@ void CheckChunks(Random* random) {
   CheckSame(Moved(longer, 40, 2, random), longer, random);
 }
 
+// A gap and a change whose extra bits together do not fit into a word.
+void CheckWidest(Random* random) {
+  const std::size_t numel = (std::size_t{1} << ulps::kRareChunkBits) + 3;
+  Bits old_bits(numel, 0x3F80);
+  old_bits[numel - 4] = 0;
+  Bits new_bits = old_bits;
+  new_bits[numel - 4] = 0x7F00;
+  CheckSame(new_bits, old_bits, random);
+}
+
 Bits AnyMoved(const Bits& old_bits, Random* random) {
   const std::uint32_t one_in[] = {1, 16, 40};
   return Moved(old_bits, one_in[random->Below(3)], 1 + random->Below(9), random);
@@ -209,6 +244,7 @@ int main(int argc, char** argv) {
   zcomm::cuda::CheckAny(count(1, 100), &random);
   zcomm::cuda::CheckHostile(count(2, 1500), &random);
   zcomm::cuda::CheckChunks(&random);
+  zcomm::cuda::CheckWidest(&random);
   std::puts("ok");
   return 0;
 }

@@ -70,6 +70,10 @@ class EmulatedWarp {
     std::memcpy(pointer, &value, sizeof(W));
   }
 
+  static void StoreIf(bool flag, void* pointer, std::uint16_t word) {
+    if (flag) Store(pointer, word);
+  }
+
   static float Divide(float a, float b) { return a / b; }
   static float MultiplyAdd(float a, float b, float c) { return std::fma(a, b, c); }
   static std::uint32_t Permute(std::uint32_t a, std::uint32_t b, std::uint32_t selector) {

@@ -58,6 +58,7 @@ def test_tensors_of_a_collective_that_fails_are_kept_for_what_was_started(record
 @pytest.mark.gpu
 def test_the_current_stream_goes_on_beside_a_collective() -> None:
     queue, x = WorkQueue(), torch.ones(1, device=DEVICE)
+    x.mul_(1)  # A kernel's first launch loads it, which waits for the device.
 
     def steps() -> Steps:
         torch.cuda._sleep(1_000_000_000)  # cycles: half a second

@@ -22,19 +22,23 @@ def encode(new: Tensor, old: Tensor, message: Tensor) -> None:
     """Write the change from ``old`` to ``new``, both [n], bf16 or fp16, to uint8 ``message`` [max_message_nbytes(n)].
 
     All are contiguous and on one device; ``message`` is aligned to 4 bytes. Cost: about as much workspace as
-    ``new``, and five launches.
+    ``new``, and eight launches.
     """
     numel, stream = new.numel(), torch.cuda.current_stream(new.device)
-    workspace = torch.empty(calls.module.cuda_ulps_workspace_nbytes(numel), dtype=torch.uint8, device=new.device)
+    workspace = torch.empty(calls.module.cuda_ulps_encode_workspace_nbytes(numel), dtype=torch.uint8, device=new.device)
     arrays = new.data_ptr(), old.data_ptr(), numel, message.data_ptr()
     with torch.cuda.device(new.device):
         calls.module.cuda_ulps_encode(*arrays, workspace.data_ptr(), stream.cuda_stream)
 
 
 def decode(message: Tensor, values: Tensor, is_valid: Tensor) -> None:
-    """Replace the old ``values`` [n] by the new ones; 0 in int32 ``is_valid`` [1] if the message is refused."""
+    """Replace the old ``values`` [n] by the new ones. int32 ``is_valid`` [1] is 1; it becomes 0 for a refused message.
+
+    Cost: a byte of workspace for each element, and four launches.
+    """
     stream = torch.cuda.current_stream(values.device)
-    workspace = torch.empty(calls.module.CUDA_ULPS_DECODE_NBYTES, dtype=torch.uint8, device=values.device)
+    nbytes = calls.module.cuda_ulps_decode_workspace_nbytes(values.numel())
+    workspace = torch.empty(nbytes, dtype=torch.uint8, device=values.device)
     arrays = message.data_ptr(), message.numel(), values.data_ptr(), values.numel()
     with torch.cuda.device(values.device):
         calls.module.cuda_ulps_decode(*arrays, workspace.data_ptr(), is_valid.data_ptr(), stream.cuda_stream)

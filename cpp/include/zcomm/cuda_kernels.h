@@ -105,18 +105,19 @@ void DecodeSumRequantize(const MessageLayout& layout, const Range& range, const 
 // The changes of zcomm/ulps.h: the same bytes. They cannot refuse by an exception what they find on the device, and a
 // message's length is known on the device alone: in its head, as zcomm/ulps.h reads it.
 
-std::size_t UlpsWorkspaceNbytes(std::size_t numel);
+// About 2 bytes an element, and 1.
+std::size_t UlpsEncodeWorkspaceNbytes(std::size_t numel);
+std::size_t UlpsDecodeWorkspaceNbytes(std::size_t numel);
 
 // Writes the change from `old_bits` to `new_bits` to `message`, aligned to 4 bytes, with room for
-// UlpsMaxMessageNbytes(numel). `workspace` has UlpsWorkspaceNbytes(numel), is aligned to 16, and free once the kernels
+// UlpsMaxMessageNbytes(numel). `workspace` has UlpsEncodeWorkspaceNbytes(numel), is aligned to 16, and free once the kernels
 // have run.
 void EncodeUlps(const std::uint16_t* new_bits, const std::uint16_t* old_bits, std::size_t numel, std::uint8_t* message,
                 void* workspace, Stream stream);
 
-// Replaces the old bits in `values`. `message`, aligned to 4 bytes, has `nbytes` or fewer. Stores 0 in `is_valid` if it
-// is refused: then `values` are as they were, unless the checksums fit. `workspace` has kUlpsDecodeNbytes, aligned
-// to 4.
-inline constexpr std::size_t kUlpsDecodeNbytes = 8;
+// Replaces the old bits in `values`. `message`, aligned to 4 bytes, has `nbytes` or fewer. `is_valid` is 1, and becomes 0
+// if it is refused: then `values` are as they were, unless the checksums fit. `workspace` has
+// UlpsDecodeWorkspaceNbytes(numel), aligned to 16.
 void DecodeUlps(const std::uint8_t* message, std::size_t nbytes, std::uint16_t* values, std::size_t numel,
                 void* workspace, std::int32_t* is_valid, Stream stream);
 
