@@ -374,7 +374,6 @@ ZCOMM_DEVICE bool DecodeSparseChunk(UlpsPayload payload, std::uint16_t* values, 
     }
     P::Sync();
     if (!sparse.Apply(count, *shared)) return false;
-    P::Sync();  // All have read them before they change.
   }
   return lanes.HasEnded(sparse.at, layout);
 }
