@@ -33,6 +33,8 @@ from hashed_runs import Result, modes, train, train_drop_in
 NARROW_TOLERANCE, FLOAT32_TOLERANCE = 0.05, 1e-4
 WITH_ROOM = "exact-changes"
 """Modes that send more on a GPU have names that start with it."""
+MOST_ROOM = 1.25
+"""How many times as much: a first message has the room of the longest."""
 REFUSED = {"delta_hpz-gradient_error": "BackendUnavailableError"}
 """What modes raise on a GPU."""
 
@@ -74,7 +76,8 @@ def compared(name: str, mode: Any, got: list[Result], expected: list[Result]) ->
     numbers = ((number for rank in of for number in rank.numbers) for of in (got, expected))
     pairs = list(zip(*numbers, strict=False))
     error = max((relative_error(*pair) for pair in pairs), default=math.inf)
-    is_sent = sent[0] >= sent[1] if name.startswith(WITH_ROOM) else sent[0] == sent[1]
+    most = MOST_ROOM if name.startswith(WITH_ROOM) else 1.0
+    is_sent = sent[1] <= sent[0] <= most * sent[1]
     is_right = counts[0] == counts[1] and is_sent and error <= tolerance_of(name, mode)
     if name.startswith("collective"):  # a norm would not show what is in the wrong place
         is_right &= all(a.digests["weights"] == b.digests["weights"] for a, b in zip(got, expected, strict=True))

@@ -3,11 +3,11 @@
     python bench/gpu_ulps.py                            bfloat16 arrays of 64 and 256 MiB
     python bench/gpu_ulps.py --device cpu --sizes-mib 1 the same with the native kernels, on the CPU
 
-The old values are normal; of the new ones the share ``changed`` differs by a number of ulps drawn from a Laplace
-distribution of ``scale``. ``bits`` are those of the message an element. ``int4`` codes the difference of the same
-arrays, whose message has 4.125 bits. All rates are GB/s of the new values: bytes of the array, whatever else is read
-or written; ``/copy`` compares with the time of a copy of the array. The rest is as in gpu_kernels.py. ``#wrong`` counts
-bytes that differ from the CPU's message, and elements that do not come back.
+The old values are normal. To the share ``changed`` of them a number from a Laplace distribution of ``scale`` is added,
+in ulps and rounded, so some of these stay as they are. ``bits`` are those of the message an element. ``int4`` codes the
+difference of the same arrays, whose message has 4.125 bits. All rates are GB/s of the new values: bytes of the array,
+whatever else is read or written; ``/copy`` compares with the time of a copy of the array. The rest is as in
+gpu_kernels.py. ``#wrong`` counts bytes that differ from the CPU's message, and elements that do not come back.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ struct CudaWarp {
   }
 
   ZCOMM_DEVICE static void StoreIf(bool flag, void* pointer, std::uint16_t word) {
-    asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %2, 0;\n@p st.global.u16 [%0], %1;\n}" ::"l"(pointer), "h"(word),
+    asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %2, 0;\n@p st.u16 [%0], %1;\n}" ::"l"(pointer), "h"(word),
                  "r"(static_cast<std::uint32_t>(flag))
                  : "memory");
   }

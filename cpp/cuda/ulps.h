@@ -18,7 +18,8 @@
 //            PlaceUlps     payloads and sizes to the message, and the sum of its checksum
 //            FinishUlps    the head
 //   decode   SumUlps       the sum of the checksum
-//            DecodeUlps    each chunk, if head and checksum are right: symbols to the workspace; sparse ones to values
+//            DecodeUlps    each chunk, if head and checksum are right: the changes of a sparse one to the values, the
+//                          symbols of a dense one to the workspace
 //            ApplyUlps     each tile of other chunks: values from symbols and extra bits, or raw
 namespace zcomm::cuda {
 
@@ -117,8 +118,8 @@ ZCOMM_DEVICE std::uint32_t LoadWord32(const void* base, std::uint64_t index) {
 // Adds what all lanes have summed up.
 template <class P>
 ZCOMM_DEVICE void AddToChecksum(std::uint32_t mixed, UlpsSums* sums) {
-  const std::uint64_t sum = SumOfWarp<P>(mixed);
-  if (P::Lane() == 0) P::Add(&sums->checksum, static_cast<std::uint32_t>(sum));
+  const std::uint32_t sum = Sum32OfWarp<P>(mixed);
+  if (P::Lane() == 0) P::Add(&sums->checksum, sum);
 }
 
 // The bytes of the payloads before a chunk, and of all.

@@ -19,13 +19,12 @@ struct UlpsTile {
   std::uint32_t extra_bits[ulps::kMaxDirectBits + 1];  // of changes, by direct bits
 };
 
-// Where the parts of a chunk's payload are in its place: `front` words, the table and states, are its first; extra bits
-// follow; of 16-bit words there are `num_words`, from `words_at` on.
+// Where the parts of a chunk's payload are in its place. Extra bits follow its front.
 struct UlpsParts {
-  std::uint32_t front;
-  std::uint32_t num_words;
-  std::uint32_t words_at;
-  std::uint32_t direct;
+  std::uint32_t front;      // 32-bit words of tables and states, the first of the place
+  std::uint32_t num_words;  // 16-bit
+  std::uint32_t words_at;   // in 16-bit words
+  std::uint32_t direct;     // of the table of changes
 };
 
 struct UlpsEncodeArguments {
@@ -41,8 +40,11 @@ struct UlpsEncodeArguments {
   std::uint8_t* places;  // of payloads, aligned to 8: LocateUlpsChunk
 };
 
-// A chunk's elements, and where its payload is made: room for raw values and kUlpsSlack. Before there are parts of the
-// payload, symbols are at the bottom of the place, one byte an element.
+// A chunk's elements, and where its payload is made: room for raw values and kUlpsSlack. Symbols are at the bottom of
+// the place, a byte an element, until they are coded; words come from the top down. A symbol gives at most one word of
+// two bytes, so words stay above the symbols that are still to be read. In a sparse chunk the list of changes is at the
+// top, and with its words takes at most 12 bytes a change, of which there are fewer than numel / 16. The slack is for
+// the front of a payload of few elements.
 struct UlpsChunk {
   const std::uint16_t* new_bits;
   const std::uint16_t* old_bits;
@@ -133,8 +135,8 @@ ZCOMM_DEVICE void SumExtraBits(const std::uint32_t* counts, UlpsTile* tile) {
 template <class P>
 ZCOMM_DEVICE void CountUlps(const UlpsEncodeArguments& a, std::uint32_t warp, std::uint32_t num_warps,
                             std::uint32_t* counts) {
-  constexpr std::uint32_t kFew =
-      4;  // Most changes are smaller: their counts would wait for each other in shared memory.
+  // Smaller changes, which most are, are counted in registers: atomics on the same counter wait for each other.
+  constexpr std::uint32_t kFew = 4;
   const std::uint32_t chunk_bits = UlpsChunkBits<P>(a);
   for (std::uint64_t tile = warp; tile < UlpsTiles(a.numel); tile += num_warps) {
     const UlpsTileSpan span = LocateUlpsTile(tile, a.numel, chunk_bits);

@@ -5,12 +5,13 @@
 // The decoding half of ulps.h.
 namespace zcomm::cuda {
 
-// What ApplyUlps needs of a chunk: its kind; where its extra bits, or raw values, are in the message, in 32-bit words.
+// What ApplyUlps needs of a chunk.
 struct UlpsDecoded {
+  std::uint64_t from;  // the first byte of its payload in the message
   std::uint32_t kind;
   std::uint32_t direct;
-  std::uint32_t at;
-  std::uint32_t num_words;
+  std::uint32_t extra_from;  // the first byte of extra bits in the payload
+  std::uint32_t num_extra;   // 32-bit words of these
 };
 
 struct UlpsDecodeArguments {
@@ -87,7 +88,6 @@ struct UlpsPayload {
   std::uint32_t at;
 
   ZCOMM_DEVICE bool Has(std::uint64_t more) const { return at + more <= nbytes; }
-  ZCOMM_DEVICE std::uint32_t U32() const { return at / 4; }
 };
 
 // One lane reads a table's frequencies; all fill the slots.
@@ -109,7 +109,9 @@ ZCOMM_DEVICE bool ReadTable(UlpsPayload* payload, bool has_direct, std::uint32_t
     while (is_valid && symbol < num_symbols) {
       const std::uint32_t low = take();
       if (low == 0) {
-        symbol += take();
+        const std::uint32_t length = take();
+        is_valid = is_valid && length > 0;
+        symbol += length;
         continue;
       }
       const std::uint32_t frequency = low < 128 ? low : low - 128 + 128 * take();
@@ -153,7 +155,7 @@ struct UlpsWords {
     later = Fetch(128);
   }
 
-  // Two words at once: behind the last one a payload has at least as many bytes.
+  // Two words at once: if `count` is odd, two bytes of padding follow the last one.
   ZCOMM_DEVICE std::uint32_t Fetch(std::uint32_t from) const {
     const std::uint32_t i = from + 2 * static_cast<std::uint32_t>(P::Lane());
     return i < count ? LoadWord32<P>(data, i / 2) : 0U;
@@ -191,7 +193,7 @@ ZCOMM_DEVICE std::uint32_t DecodeRound(const std::uint32_t* slots, bool is_activ
   return slot >> 24;
 }
 
-// `width` bits, at most 32, from bit `at` of `num_words` words on, which hold them.
+// `width` bits, fewer than 32, from bit `at` of `num_words` words on, which hold them.
 template <class P>
 ZCOMM_DEVICE std::uint32_t ReadExtra(const std::uint8_t* data, std::uint32_t num_words, std::uint32_t at,
                                      std::uint32_t width) {
@@ -200,7 +202,7 @@ ZCOMM_DEVICE std::uint32_t ReadExtra(const std::uint8_t* data, std::uint32_t num
   const std::uint32_t low = LoadWord32<P>(data, word);
   const std::uint32_t high = at % 32 + width > 32 && word + 1 < num_words ? LoadWord32<P>(data, word + 1) : 0U;
   const auto from = static_cast<std::uint32_t>((low | static_cast<std::uint64_t>(high) << 32) >> (at % 32));
-  return width < 32 ? ulps::Extra(from, width) : from;
+  return ulps::Extra(from, width);
 }
 
 // How a payload's parts lie after its tables: states, words, and extra bits to its end. Offsets are in bytes.
@@ -250,7 +252,7 @@ struct UlpsLanes {
   }
 };
 
-// Symbol i of a chunk is where a lane finds those of four rounds in a word.
+// Of 128 symbols from `begin` on, a lane keeps those of elements l, l + 32, l + 64 and l + 96 in one word.
 ZCOMM_DEVICE std::uint32_t SymbolsAt(std::uint32_t begin, int lane) {
   return begin + 4 * static_cast<std::uint32_t>(lane);
 }
@@ -269,8 +271,8 @@ ZCOMM_DEVICE bool DecodeDenseChunk(UlpsPayload payload, std::uint8_t* symbols, s
   UlpsLanes<P> lanes(payload, 32, num_words, layout);
   if (!lanes.HasStates()) return false;
   decoded->direct = direct;
-  decoded->at = layout.extra_at / 4;
-  decoded->num_words = layout.num_extra;
+  decoded->extra_from = layout.extra_at;
+  decoded->num_extra = layout.num_extra;
   const int lane = P::Lane();
   std::uint32_t num_bits = 0;  // of this lane
   for (std::uint32_t begin = 0; begin < numel; begin += 128) {
@@ -374,6 +376,7 @@ ZCOMM_DEVICE bool DecodeSparseChunk(UlpsPayload payload, std::uint16_t* values, 
     }
     P::Sync();
     if (!sparse.Apply(count, *shared)) return false;
+    P::Sync();  // All have read the symbols before they change.
   }
   return lanes.HasEnded(sparse.at, layout);
 }
@@ -381,16 +384,19 @@ ZCOMM_DEVICE bool DecodeSparseChunk(UlpsPayload payload, std::uint16_t* values, 
 template <class P>
 ZCOMM_DEVICE void StoreDecoded(UlpsDecoded* to, const UlpsDecoded& decoded) {
   if (P::Lane() != 0) return;
+  const auto low = static_cast<std::uint32_t>(decoded.from);
+  P::template Store<Words2>(&to->from, Words2{{low, static_cast<std::uint32_t>(decoded.from >> 32)}});
   P::template Store<std::uint32_t>(&to->kind, decoded.kind);
   P::template Store<std::uint32_t>(&to->direct, decoded.direct);
-  P::template Store<std::uint32_t>(&to->at, decoded.at);
-  P::template Store<std::uint32_t>(&to->num_words, decoded.num_words);
+  P::template Store<std::uint32_t>(&to->extra_from, decoded.extra_from);
+  P::template Store<std::uint32_t>(&to->num_extra, decoded.num_extra);
 }
 
 template <class P>
 ZCOMM_DEVICE UlpsDecoded LoadDecoded(const UlpsDecoded* from) {
-  return {LoadWord32<P>(&from->kind, 0), LoadWord32<P>(&from->direct, 0), LoadWord32<P>(&from->at, 0),
-          LoadWord32<P>(&from->num_words, 0)};
+  const Words2 payload = P::template Load<Words2>(&from->from);
+  return {payload.w[0] | static_cast<std::uint64_t>(payload.w[1]) << 32, LoadWord32<P>(&from->kind, 0),
+          LoadWord32<P>(&from->direct, 0), LoadWord32<P>(&from->extra_from, 0), LoadWord32<P>(&from->num_extra, 0)};
 }
 
 // Chunk `warp`, if there is one.
@@ -411,7 +417,7 @@ ZCOMM_DEVICE void DecodeUlps(const UlpsDecodeArguments& a, std::uint32_t warp, U
       const auto numel = static_cast<std::uint32_t>(rest >> head.chunk_bits != 0 ? 1ULL << head.chunk_bits : rest);
       const std::uint32_t entry = LoadWord32<P>(entries, warp);
       const UlpsPayload payload{entries + 4 * num_chunks + offsets.before, entry & ~3U, 0};
-      UlpsDecoded decoded{entry & 3U, 0, 0, 0};
+      UlpsDecoded decoded{static_cast<std::uint64_t>(payload.data - a.message), entry & 3U, 0, 0, 0};
       if (decoded.kind == ulps::kSparse) {
         is_valid = DecodeSparseChunk<P>(payload, a.values + first, numel, shared);
       } else if (decoded.kind == ulps::kDense) {
@@ -420,7 +426,6 @@ ZCOMM_DEVICE void DecodeUlps(const UlpsDecodeArguments& a, std::uint32_t warp, U
       } else {
         is_valid = payload.nbytes == (decoded.kind == ulps::kRaw ? UlpsUpTo4(2ULL * numel) : 0);
       }
-      decoded.at += static_cast<std::uint32_t>((payload.data - a.message) / 4);
       StoreDecoded<P>(a.decoded + warp, decoded);
     }
   }
@@ -431,7 +436,7 @@ ZCOMM_DEVICE void DecodeUlps(const UlpsDecodeArguments& a, std::uint32_t warp, U
 template <class P>
 ZCOMM_DEVICE void ApplyDenseTile(const UlpsDecodeArguments& a, const UlpsDecoded& decoded, std::uint64_t begin,
                                  std::uint64_t end, std::uint32_t at) {
-  const std::uint8_t* extra = a.message + 4ULL * decoded.at;
+  const std::uint8_t* extra = a.message + decoded.from + decoded.extra_from;
   const int lane = P::Lane();
   for (std::uint64_t first = begin; first < end; first += 128) {
     const std::uint32_t packed = P::template Load<std::uint32_t>(a.symbols + first + SymbolsAt(0, lane));
@@ -451,7 +456,7 @@ ZCOMM_DEVICE void ApplyDenseTile(const UlpsDecodeArguments& a, const UlpsDecoded
         std::uint32_t total = 0;
         const std::uint32_t mine = at + SumBefore<P>(width, &total);
         at += total;
-        bits = ReadExtra<P>(extra, decoded.num_words, mine, width);
+        bits = ReadExtra<P>(extra, decoded.num_extra, mine, width);
       }
       const std::uint32_t z = ulps::Joined(symbol, decoded.direct, bits);
       if (i < end)
@@ -473,7 +478,7 @@ ZCOMM_DEVICE void ApplyUlps(const UlpsDecodeArguments& a, std::uint32_t warp, st
       ApplyDenseTile<P>(a, decoded, begin, end, LoadWord32<P>(a.extra_at, tile));
     } else if (decoded.kind == ulps::kRaw) {
       for (std::uint64_t i = begin + static_cast<std::uint32_t>(P::Lane()); i < end; i += 32) {
-        const std::uint32_t bits = LoadWord16<P>(a.message + 4ULL * decoded.at, i - begin + span.begin);
+        const std::uint32_t bits = LoadWord16<P>(a.message + decoded.from, i - begin + span.begin);
         P::template Store<std::uint16_t>(a.values + i, static_cast<std::uint16_t>(bits));
       }
     }

@@ -91,8 +91,8 @@ ZCOMM_DEVICE std::uint64_t MakeChangesTable(std::uint32_t num_changes, std::uint
   return SumOfWarp<P>(num_extra_bits);
 }
 
-// Puts what stands in shared->table and the states before what is left of the payload, makes the room for extra bits 0,
-// and stores where the parts are. Returns the payload's bytes, or 0 if they are not fewer than raw.
+// Writes shared->table and the states to the start of the place, zeros where extra bits follow, and where the parts
+// are. Returns the payload's bytes, or 0 if they are not fewer than raw.
 template <class P>
 ZCOMM_DEVICE std::uint32_t FinishPayload(const UlpsChunk& chunk, const UlpsCoder<P>& coder, std::uint32_t num_lanes,
                                          std::uint64_t num_extra_bits, const UlpsEncodeShared& shared,
@@ -129,7 +129,7 @@ ZCOMM_DEVICE std::uint32_t EncodeDenseChunk(const UlpsChunk& chunk, UlpsEncodeSh
   if (num_extra_bits / 8 >= most) return 0;
   const std::uint32_t num_rounds = (chunk.numel + 31) / 32;
   const auto lane = static_cast<std::uint32_t>(P::Lane());
-  // Of the k-th round before `end`; past the chunk's ends it is one that is not coded.
+  // This lane's symbol in the k-th round before `end`; kMaxSymbols: there is none.
   const auto load = [&](std::uint32_t end, std::uint32_t k) -> std::uint32_t {
     const std::uint32_t i = 32 * (end - 1 - k) + lane;
     return k < end && i < chunk.numel ? P::template Load<std::uint8_t>(chunk.place + i) : ulps::kMaxSymbols;
@@ -235,8 +235,6 @@ ZCOMM_DEVICE void EncodeUlps(const UlpsEncodeArguments& a, std::uint32_t warp, U
   if (P::Lane() == 0) P::template Store<std::uint32_t>(a.entries + warp, nbytes | kind);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-
 // Adds bits to words that were 0.
 template <class P>
 ZCOMM_DEVICE void WriteExtra(std::uint8_t* data, std::uint32_t bits, std::uint32_t width, std::uint32_t at) {
@@ -255,13 +253,16 @@ ZCOMM_DEVICE void WriteSparseExtra(const UlpsChunk& chunk, const UlpsList& list,
     const std::uint32_t i = begin + static_cast<std::uint32_t>(P::Lane());
     std::uint32_t gap = 0;
     std::uint32_t z = 0;
+    std::uint32_t symbols = 0;
     if (i < end) {
-      const std::uint32_t place = list.Load<P>(i).w[0];
+      const Words2 change = list.Load<P>(i);
+      const std::uint32_t place = change.w[0];
+      symbols = change.w[1];
       gap = i == 0 ? place : place - list.Load<P>(i - 1).w[0] - 1U;
       z = ulps::Change(LoadWord16<P>(chunk.new_bits, place), LoadWord16<P>(chunk.old_bits, place));
     }
-    const std::uint32_t gap_width = ulps::Width(ulps::Symbol(gap, ulps::kGapDirectBits), ulps::kGapDirectBits);
-    const std::uint32_t width = ulps::Width(ulps::Symbol(z, direct), direct);
+    const std::uint32_t gap_width = ulps::Width(symbols & 0xFFU, ulps::kGapDirectBits);
+    const std::uint32_t width = ulps::Width(ulps::Coarser(symbols >> 8, direct), direct);
     std::uint32_t total = 0;
     const std::uint32_t mine = at + SumBefore<P>(gap_width + width, &total);
     at += total;
@@ -337,8 +338,13 @@ ZCOMM_DEVICE void PlaceUlps(const UlpsEncodeArguments& a, std::uint32_t warp, st
   const std::uint32_t chunk_bits = UlpsChunkBits<P>(a);
   const std::uint64_t num_chunks = UlpsChunks(a.numel, chunk_bits);
   const std::uint64_t pieces = ((1ULL << chunk_bits) / 2 + kUlpsPieceWords - 1) / kUlpsPieceWords;
+  // Consecutive pieces, because the offset of a chunk takes as long to find as there are chunks.
+  const std::uint64_t tasks = (num_chunks * pieces + num_warps - 1) / num_warps;
+  const std::uint64_t last = (warp + 1ULL) * tasks < num_chunks * pieces ? (warp + 1ULL) * tasks : num_chunks * pieces;
   std::uint32_t mixed = 0;
-  for (std::uint64_t task = warp; task < num_chunks * pieces; task += num_warps) {
+  UlpsOffsets offsets{0, 0};
+  std::uint64_t found = num_chunks;  // the chunk of these offsets
+  for (std::uint64_t task = warp * tasks; task < last; ++task) {
     const auto index = static_cast<std::uint32_t>(task / pieces);
     const std::uint64_t begin = task % pieces * kUlpsPieceWords;
     const std::uint32_t entry = LoadWord32<P>(a.entries, index);
@@ -348,7 +354,8 @@ ZCOMM_DEVICE void PlaceUlps(const UlpsEncodeArguments& a, std::uint32_t warp, st
       mixed += ulps::Mixed(entry, kUlpsHeadWords + index);
     }
     if (begin >= num_words) continue;
-    const UlpsOffsets offsets = FindOffsets<P>(a.entries, index, num_chunks);
+    if (found != index) offsets = FindOffsets<P>(a.entries, index, num_chunks);
+    found = index;
     const std::uint64_t first = kUlpsHeadWords + num_chunks + offsets.before / 4;
     const UlpsSource<P> source(a, LocateUlpsChunk(a, index, chunk_bits), index, entry & 3U);
     const std::uint64_t end = begin + kUlpsPieceWords < num_words ? begin + kUlpsPieceWords : num_words;

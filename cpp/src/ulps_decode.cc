@@ -37,7 +37,9 @@ struct Slots {
     while (symbol < num_symbols) {
       const std::uint32_t low = *reader->Take(1);
       if (low == 0) {
-        symbol += *reader->Take(1);
+        const std::uint32_t length = *reader->Take(1);
+        ZCOMM_CHECK(length > 0, "absent symbols of a table must be at least one");
+        symbol += length;
         continue;
       }
       const std::uint32_t frequency = low < 128 ? low : low - 128 + 128U * *reader->Take(1);

@@ -81,7 +81,7 @@ bool DecodedByWarps(const Message& message, std::size_t nbytes, Bits* values, Ra
   const std::size_t numel = values->size();
   UlpsSums sums{0, 0};
   std::int32_t is_valid = 1;
-  std::vector<UlpsDecoded> decoded(WarpsOfChunks(numel), UlpsDecoded{kGuard, kGuard, kGuard, kGuard});
+  std::vector<UlpsDecoded> decoded(WarpsOfChunks(numel), UlpsDecoded{kGuard, kGuard, kGuard, kGuard, kGuard});
   std::vector<std::uint32_t> extra_at(UlpsTiles(numel), kGuard);
   Message symbols(UlpsSymbolsNbytes(numel) / 4, kGuard);
   EmulatedWarp::allowed = {{message.data(), nbytes},
@@ -180,6 +180,12 @@ void CheckChunks(Random* random) {
   const Bits longer = AnyBits((std::size_t{1} << ulps::kSparseChunkBits) + 77, random);
   CheckSame(Moved(longer, 3000, 2, random), longer, random);
   CheckSame(Moved(longer, 40, 2, random), longer, random);
+  // Dense where no sample is: between those at multiples of numel / 64, each of 1,024 elements.
+  Bits between = longer;
+  for (std::size_t i = 0; i < longer.size(); ++i) {
+    if (i % (longer.size() / ulps::kSamples) > 2 * ulps::kSampleNumel) between[i] ^= 1U;
+  }
+  CheckSame(between, longer, random);
 }
 
 // A gap and a change whose extra bits together do not fit into a word.
@@ -208,7 +214,9 @@ void CheckAny(std::size_t num_cases, Random* random) {
 void CheckHostile(std::size_t num_cases, Random* random) {
   std::size_t accepted = 0;
   for (std::size_t i = 0; i < num_cases; ++i) {
-    const Bits old_bits = AnyBits(1 + random->Below(1500), random);
+    // Sometimes several tiles, rarely two chunks.
+    const std::size_t more = i % 500 == 7 ? std::size_t{1} << ulps::kDenseChunkBits : i % 50 == 7 ? 2 * kUlpsTile : 0;
+    const Bits old_bits = AnyBits(more + 1 + random->Below(1500), random);
     const Bits new_bits = AnyMoved(old_bits, random);
     std::size_t nbytes = 0;
     Message message = EncodedByCpu(new_bits, old_bits, &nbytes);

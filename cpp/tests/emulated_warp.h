@@ -19,7 +19,8 @@
 // A warp on the CPU: 32 lanes, each with its own stack, that run one after another in random order up to the next
 // collective, where they wait for each other. If some lanes do not reach a collective, or reach it with other
 // arguments, the test fails; so it does for an unaligned access. Between collectives, lanes see each other's writes or
-// not, depending on the order, so that a missing synchronization shows.
+// not, depending on the order, so that a missing synchronization shows: but for one beside another collective, which
+// synchronizes here, and on a GPU does not order memory.
 namespace zcomm::cuda {
 
 class EmulatedWarp {

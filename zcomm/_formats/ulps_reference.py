@@ -21,7 +21,7 @@ Z3  Symbols are coded by interleaved range asymmetric numeral systems (rANS, arX
     2^12, states in [2^15, 2^31) and words of 16 bits. Dense: lane i holds elements i, i + 32, ... Sparse: lane i holds
     changes i, i + 4, ... and of four changes first the gaps, then the values. Lanes take their words in order.
 Z4  A table is a byte d (not for gaps), then for each symbol its frequency f: a byte if f < 128; for larger ones a byte
-    128 + f % 128 and a byte f / 128; and for a run of absent symbols a byte 0 and a byte with its length.
+    128 + f % 128 and a byte f / 128; and for a run of absent symbols a byte 0 and a byte with its length, at least 1.
 Z5  The bytes are a function of the changes alone (RAW: of the new bits): `frequencies`, `direct_bits`, `chunk_bits` and
     the choice of kinds are part of the format. Sparse messages have longer chunks, so that tables cost little.
 """
@@ -368,7 +368,9 @@ def _unpack_table(reader: _Parts, num_symbols: int) -> Table:
     while len(frequency) < num_symbols:
         (low,) = reader.take(1)
         if low == 0:
-            frequency += [0] * reader.take(1)[0]
+            (length,) = reader.take(1)
+            _check(length > 0, "absent symbols of a table must be at least one")
+            frequency += [0] * length
         else:
             frequency.append(low if low < 128 else low - 128 + 128 * reader.take(1)[0])
     is_whole = len(frequency) == num_symbols and sum(frequency) == SCALE

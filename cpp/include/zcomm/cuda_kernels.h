@@ -105,19 +105,19 @@ void DecodeSumRequantize(const MessageLayout& layout, const Range& range, const 
 // The changes of zcomm/ulps.h: the same bytes. They cannot refuse by an exception what they find on the device, and a
 // message's length is known on the device alone: in its head, as zcomm/ulps.h reads it.
 
-// About 2 bytes an element, and 1.
+// About 2 bytes an element to encode, 1 to decode.
 std::size_t UlpsEncodeWorkspaceNbytes(std::size_t numel);
 std::size_t UlpsDecodeWorkspaceNbytes(std::size_t numel);
 
-// Writes the change from `old_bits` to `new_bits` to `message`, aligned to 4 bytes, with room for
-// UlpsMaxMessageNbytes(numel). `workspace` has UlpsEncodeWorkspaceNbytes(numel), is aligned to 16, and free once the kernels
-// have run.
+// Writes the change from `old_bits` to `new_bits`, which stay as they are until the kernels have run, to `message`,
+// aligned to 4 bytes, with room for UlpsMaxMessageNbytes(numel). `workspace` has UlpsEncodeWorkspaceNbytes(numel), is
+// aligned to 16, and free once the kernels have run.
 void EncodeUlps(const std::uint16_t* new_bits, const std::uint16_t* old_bits, std::size_t numel, std::uint8_t* message,
                 void* workspace, Stream stream);
 
-// Replaces the old bits in `values`. `message`, aligned to 4 bytes, has `nbytes` or fewer. `is_valid` is 1, and becomes 0
-// if it is refused: then `values` are as they were, unless the checksums fit. `workspace` has
-// UlpsDecodeWorkspaceNbytes(numel), aligned to 16.
+// Replaces the old bits in `values`. `message`, aligned to 4 bytes, has `nbytes` or fewer. `is_valid`, not null, is 1,
+// and becomes 0 if the message is refused: then `values` are as they were, unless the checksums fit. Each call has a
+// flag of its own. `workspace` has UlpsDecodeWorkspaceNbytes(numel), aligned to 16.
 void DecodeUlps(const std::uint8_t* message, std::size_t nbytes, std::uint16_t* values, std::size_t numel,
                 void* workspace, std::int32_t* is_valid, Stream stream);
 
