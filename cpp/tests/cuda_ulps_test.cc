@@ -210,6 +210,31 @@ void CheckAny(std::size_t num_cases, Random* random) {
   }
 }
 
+// Checksums that fit what stands in the message.
+void Sign(std::size_t nbytes, Message* message) {
+  const auto* bytes = reinterpret_cast<const std::uint8_t*>(message->data());
+  const ulps::UlpsKernels& kernels = ulps::BaselineUlpsKernels();
+  (*message)[5] = kernels.checksum(bytes + kUlpsHeadBytes, nbytes / 4 - kUlpsHeadWords, kUlpsHeadWords);
+  (*message)[6] = kernels.checksum(bytes, kUlpsHeadWords - 1, 0);
+}
+
+// A table that begins with runs of no absent symbols: nothing would bound how many of them one lane reads.
+void CheckEmptyRuns(Random* random) {
+  const Bits old_bits = AnyBits(1000, random);
+  std::size_t nbytes = 0;
+  Message message = EncodedByCpu(Moved(old_bits, 1, 3, random), old_bits, &nbytes);
+  std::vector<std::uint8_t> bytes(nbytes);
+  std::memcpy(bytes.data(), message.data(), nbytes);
+  bytes.insert(bytes.begin() + kUlpsHeadBytes + 4 + 4 + 1, 4, std::uint8_t{0});
+  message = Padded(bytes.data(), bytes.size());
+  message[3] += 4;
+  message[kUlpsHeadWords] += 4;
+  Sign(bytes.size(), &message);
+  Bits values = old_bits;
+  EXPECT(!DecodedByCpu(message, bytes.size(), &values), "the CPU takes empty runs");
+  EXPECT(!DecodedByWarps(message, bytes.size(), &values, random), "empty runs");
+}
+
 // Content that does not fit, under checksums that do: refused or decoded as by the CPU, and nothing else is touched.
 void CheckHostile(std::size_t num_cases, Random* random) {
   std::size_t accepted = 0;
@@ -226,9 +251,7 @@ void CheckHostile(std::size_t num_cases, Random* random) {
       const std::uint32_t spread = std::min(most, 8U << random->Below(9));
       bytes[kUlpsHeadBytes + random->Below(spread)] = static_cast<std::uint8_t>(random->Next());
     }
-    const ulps::UlpsKernels& kernels = ulps::BaselineUlpsKernels();
-    message[5] = kernels.checksum(bytes + kUlpsHeadBytes, nbytes / 4 - kUlpsHeadWords, kUlpsHeadWords);
-    message[6] = kernels.checksum(bytes, kUlpsHeadWords - 1, 0);
+    Sign(nbytes, &message);
     Bits got = old_bits;
     Bits expected = old_bits;
     const bool is_valid = DecodedByCpu(message, nbytes, &expected);
@@ -253,6 +276,7 @@ int main(int argc, char** argv) {
   zcomm::cuda::CheckHostile(count(2, 1500), &random);
   zcomm::cuda::CheckChunks(&random);
   zcomm::cuda::CheckWidest(&random);
+  zcomm::cuda::CheckEmptyRuns(&random);
   std::puts("ok");
   return 0;
 }

@@ -40,7 +40,7 @@ from zero._storage.tier_settings import FileSettings
 
 ROOT = Path(__file__).parents[2]
 TODAY = int(datetime.now(timezone.utc).strftime("%Y%m%d")) * 1_000_000
-SECONDS = {"protocols": 20.0, "training": 25.0, "checkpoints": 15.0}
+SECONDS = {"protocols": 10.0, "training": 13.0, "checkpoints": 7.0}
 
 
 @pytest.mark.parametrize("level", ["protocols", "training", "checkpoints"])

@@ -245,6 +245,18 @@ def test_damage_is_refused() -> None:
     ulps.decode(torch.cat([message, message]), _tensor(old))
 
 
+def test_a_table_with_a_run_of_no_absent_symbols_is_refused() -> None:
+    """Nothing would bound how many of them a decoder reads."""
+    draw = np.random.default_rng([SEED, 5])
+    old = draw.integers(0, 1 << 16, 4000).astype(np.uint16)
+    data = _message(_tensor(_changed(old, _steps(draw, old.size)["laplace"])), _tensor(old)).numpy().tobytes()
+    directory, table = ulps.HEAD_NBYTES, ulps.HEAD_NBYTES + 9  # behind the words' number and d
+    nbytes = struct.pack("<I", struct.unpack_from("<I", data, directory)[0] + 4)
+    forged = data[:directory] + nbytes + data[directory + 4 : table] + bytes(4) + data[table:]
+    message = _signed(torch.frombuffer(bytearray(forged), dtype=torch.uint8))
+    assert [_decoded(module, message, old) for module in (ulps, ulps_reference)] == [None, None]
+
+
 def test_wrong_tensors_are_refused() -> None:
     values, message = torch.zeros(8, dtype=torch.bfloat16), torch.zeros(200, dtype=torch.uint8)
     for new, old in (
