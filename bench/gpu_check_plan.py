@@ -32,6 +32,8 @@ COMMON_ENVIRONMENT = {
     "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "PYTHONUNBUFFERED": "1",
 }  # fmt: skip
 """One machine, possibly without a network; unbuffered, so that the output of a killed step is kept."""
+ONE_GPU = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]}
+"""The first of several, which the ranks share: between more, NCCL would use sockets in the environment that allows that."""
 REHEARSAL_ENVIRONMENT = {"ZCOMM_NCCL": "emulated"}
 """Emulated NCCL, which takes host tensors."""
 SHARED_GPU = {"ZCOMM_KERNELS": "cuda", "ZCOMM_TEST_TIMEOUT_S": "110"}
@@ -130,7 +132,7 @@ def make_steps(plan: Plan) -> list[Step]:
     for name, budget in BUDGETS.items():
         if name != ENVIRONMENT and (seconds := getattr(budget, plan.mode)):
             step = steps[name]
-            environment = COMMON_ENVIRONMENT | (REHEARSAL_ENVIRONMENT if plan.mode == "rehearsed" else {})
+            environment = COMMON_ENVIRONMENT | (REHEARSAL_ENVIRONMENT if plan.mode == "rehearsed" else ONE_GPU)
             chosen.append(replace(step, budget_s=seconds, environment={**environment, **step.environment}))
     return chosen
 
