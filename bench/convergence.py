@@ -47,6 +47,19 @@ from zcomm._bench.launch import choose_topology, process_group, relaunch_under_t
 RESULTS = Path(__file__).parent / "results" / "convergence"
 
 
+def without_folders(arguments: Sequence[str]) -> list[str]:
+    """Leave out where a run is kept: it is not what was run."""
+    kept: list[str] = []
+    is_value = False
+    for argument in arguments:
+        name, has_value, _ = argument.partition("=")
+        is_folder = name in ("--results", "--checkpoints")
+        if not is_folder and not is_value:
+            kept.append(argument)
+        is_value = is_folder and not has_value
+    return kept
+
+
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -131,7 +144,7 @@ class Session:
         return minutes is None or time.monotonic() - self._started < 60 * minutes
 
     def _new_record(self, key: Key, topology: Topology) -> Record:
-        command = " ".join(["python", f"bench/{Path(sys.argv[0]).name}", *sys.argv[1:]])
+        command = " ".join(["python", f"bench/{Path(sys.argv[0]).name}", *without_folders(sys.argv[1:])])
         versions = f"torch {torch.__version__}, Python {platform.python_version()}, {platform.machine()}"
         return Record(key, command, versions, f"{topology.num_nodes}x{topology.ranks_per_node}")
 

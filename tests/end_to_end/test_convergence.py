@@ -45,6 +45,7 @@ def test_what_is_measured(folder: Path) -> None:
     ddp, plain, zeropp, delta = (_run(folder / "once", name) for name in ADAM)
     for run in (ddp, plain, zeropp, delta):
         assert not run["error"]
+        assert str(folder) not in run["command"], "where it is kept is not what was run"
         assert [step for step, _ in run["held_out_losses"]] == [0, 3, 6]
         losses = [loss for _, loss in run["held_out_losses"]]
         assert 5.3 < losses[0] < 5.8  # the logarithm of 256 is 5.55
