@@ -24,6 +24,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import platform
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -45,19 +46,6 @@ from zcomm import Topology
 from zcomm._bench.launch import choose_topology, process_group, relaunch_under_torchrun
 
 RESULTS = Path(__file__).parent / "results" / "convergence"
-
-
-def without_folders(arguments: Sequence[str]) -> list[str]:
-    """Leave out where a run is kept: it is not what was run."""
-    kept: list[str] = []
-    is_value = False
-    for argument in arguments:
-        name, has_value, _ = argument.partition("=")
-        is_folder = name in ("--results", "--checkpoints")
-        if not is_folder and not is_value:
-            kept.append(argument)
-        is_value = is_folder and not has_value
-    return kept
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -144,7 +132,8 @@ class Session:
         return minutes is None or time.monotonic() - self._started < 60 * minutes
 
     def _new_record(self, key: Key, topology: Topology) -> Record:
-        command = " ".join(["python", f"bench/{Path(sys.argv[0]).name}", *without_folders(sys.argv[1:])])
+        command = " ".join(["python", f"bench/{Path(sys.argv[0]).name}", *sys.argv[1:]])
+        command = re.sub(r" --(results|checkpoints)[= ]\S+", "", command)  # where it is kept is not what was run
         versions = f"torch {torch.__version__}, Python {platform.python_version()}, {platform.machine()}"
         return Record(key, command, versions, f"{topology.num_nodes}x{topology.ranks_per_node}")
 

@@ -33,7 +33,7 @@ COMMON_ENVIRONMENT = {
 }  # fmt: skip
 """One machine, possibly without a network; unbuffered, so that the output of a killed step is kept."""
 ONE_GPU = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]}
-"""The first of several, which the ranks share: between more, NCCL would use sockets in the environment of that."""
+"""Ranks share the first of several GPUs: the settings that allow this would make NCCL use sockets between GPUs."""
 REHEARSAL_ENVIRONMENT = {"ZCOMM_NCCL": "emulated"}
 """Emulated NCCL, which takes host tensors."""
 SHARED_GPU = {"ZCOMM_KERNELS": "cuda", "ZCOMM_TEST_TIMEOUT_S": "110"}

@@ -15,18 +15,18 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
-from types import ModuleType
 from typing import NamedTuple
 
 import torch
 from gpu_budget import is_spent
+from gpu_kernels_cases import kernels_of, reason_against
 from gpu_kernels_timer import Timer
 from torch import Tensor
 
 from zcomm._bench.harness import BenchReport, Column
 from zcomm._formats.formats import get_format
 from zcomm._formats.message import layout_of
-from zcomm._kernels import kernels, native_calls, on_cuda, ulps, ulps_on_cuda
+from zcomm._kernels import ulps, ulps_on_cuda
 
 CHANGES = ((0.003, 1.0), (0.05, 1.0), (0.5, 1.0), (1.0, 2.0), (1.0, 6.0))
 """Share of the elements that change, and the scale of the change: fine-tuning to pretraining at a high rate."""
@@ -52,14 +52,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=11, help="times that each call is timed")
     parser.add_argument("--json", action="store_true", help="rows as JSON lines")
     return parser.parse_args()
-
-
-def reason_against(device: torch.device) -> str:
-    """Why nothing can be measured here; empty if it can."""
-    if native_calls.module is None:
-        return native_calls.UNBUILT_REASON
-    is_missing = device.type == "cuda" and not ulps_on_cuda.is_built()
-    return "the native module is built without CUDA" if is_missing else ""
 
 
 def changed_values(numel: int, share: float, scale: float, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -111,7 +103,7 @@ def count_wrong(calls: Calls, new: Tensor, old: Tensor) -> tuple[int, int]:
 
 def int4_calls(new: Tensor, old: Tensor) -> dict[str, Callable[[], object]]:
     """Quantize the difference of the arrays, and decode it."""
-    module: ModuleType = on_cuda if new.is_cuda else kernels
+    module = kernels_of("cuda" if new.is_cuda else "native")
     change, out = new - old, torch.zeros_like(new)
     layout = layout_of("bench", get_format("int4"), new.dtype, 1, new.numel())
     message = layout.new(1, new.device)
@@ -147,7 +139,7 @@ def main() -> int:
     device = torch.device(arguments.device)
     report = BenchReport(COLUMNS, as_json=arguments.json)
     report.start("gpu_ulps", device=arguments.device, rounds=arguments.rounds)
-    if reason := reason_against(device):
+    if reason := reason_against("cuda" if device.type == "cuda" else "native"):
         report.row({"operation": "encode", "unavailable": reason}, num_wrong=0)
         return report.finish()
     timer, skipped = Timer(device), []

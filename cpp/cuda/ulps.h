@@ -42,6 +42,11 @@ struct UlpsSums {
 ZCOMM_HOST_DEVICE std::uint64_t UlpsChunks(std::uint64_t numel, std::uint32_t chunk_bits) {
   return (numel + (1ULL << chunk_bits) - 1) >> chunk_bits;
 }
+// The elements of a chunk, which is one of those of `numel`.
+ZCOMM_HOST_DEVICE std::uint32_t UlpsChunkNumel(std::uint64_t chunk, std::uint64_t numel, std::uint32_t chunk_bits) {
+  const std::uint64_t rest = numel - (chunk << chunk_bits);
+  return static_cast<std::uint32_t>(rest >> chunk_bits != 0 ? 1ULL << chunk_bits : rest);
+}
 ZCOMM_HOST_DEVICE std::uint64_t UlpsTiles(std::uint64_t numel) { return UlpsChunks(numel, kUlpsTileBits); }
 ZCOMM_HOST_DEVICE std::uint64_t UlpsUpTo4(std::uint64_t nbytes) { return (nbytes + 3) / 4 * 4; }
 ZCOMM_HOST_DEVICE std::uint64_t UlpsSymbolsNbytes(std::uint64_t numel) { return (numel + 127) / 128 * 128; }

@@ -5,7 +5,7 @@
 // What encoding knows of a chunk before its symbols are coded: the first kernels of ulps.h.
 namespace zcomm::cuda {
 
-// How often each symbol occurs in a chunk, but for that of no change; the caller zeroes them, too.
+// How often each symbol occurs in a chunk, except that of no change. The caller zeroes them.
 struct UlpsCounts {
   std::uint32_t changes[ulps::kMaxSymbols];
   std::uint32_t gaps[ulps::kGapSymbols];
@@ -67,8 +67,7 @@ ZCOMM_DEVICE std::uint32_t UlpsChunkBits(const UlpsEncodeArguments& a) {
 
 ZCOMM_DEVICE UlpsChunk LocateUlpsChunk(const UlpsEncodeArguments& a, std::uint64_t chunk, std::uint32_t chunk_bits) {
   const std::uint64_t first = chunk << chunk_bits;
-  const std::uint64_t rest = a.numel - first;
-  const auto numel = static_cast<std::uint32_t>(rest >> chunk_bits != 0 ? 1ULL << chunk_bits : rest);
+  const std::uint32_t numel = UlpsChunkNumel(chunk, a.numel, chunk_bits);
   return {a.new_bits + first, a.old_bits + first, numel, a.places + 2 * first + kUlpsSlack * chunk};
 }
 

@@ -227,7 +227,7 @@ ZCOMM_DEVICE bool LocateLanes(const UlpsPayload& payload, std::uint32_t num_lane
   return true;
 }
 
-// States and words of a payload, `num_extra_bits` of which have been read.
+// States and words of a payload.
 template <class P>
 struct UlpsLanes {
   std::uint32_t num_lanes;
@@ -245,7 +245,7 @@ struct UlpsLanes {
     return P::Ballot(state < ulps::kLowestState || state >= ulps::kStateLimit) == 0;
   }
 
-  // Whether they and the extra bits are used up.
+  // Whether they are used up, and the extra bits, of which `num_extra_bits` have been read.
   ZCOMM_DEVICE bool HasEnded(std::uint64_t num_extra_bits, const UlpsLayout& layout) const {
     const bool is_done = static_cast<std::uint32_t>(P::Lane()) >= num_lanes || state == ulps::kLowestState;
     return P::Ballot(!is_done) == 0 && words.used == words.count && (num_extra_bits + 31) / 32 == layout.num_extra;
@@ -413,8 +413,7 @@ ZCOMM_DEVICE void DecodeUlps(const UlpsDecodeArguments& a, std::uint32_t warp, U
     is_valid = offsets.total == head.nbytes - kUlpsHeadBytes - 4 * num_chunks;
     if (is_valid && warp < num_chunks) {
       const std::uint64_t first = static_cast<std::uint64_t>(warp) << head.chunk_bits;
-      const std::uint64_t rest = a.numel - first;
-      const auto numel = static_cast<std::uint32_t>(rest >> head.chunk_bits != 0 ? 1ULL << head.chunk_bits : rest);
+      const std::uint32_t numel = UlpsChunkNumel(warp, a.numel, head.chunk_bits);
       const std::uint32_t entry = LoadWord32<P>(entries, warp);
       const UlpsPayload payload{entries + 4 * num_chunks + offsets.before, entry & ~3U, 0};
       UlpsDecoded decoded{static_cast<std::uint64_t>(payload.data - a.message), entry & 3U, 0, 0, 0};

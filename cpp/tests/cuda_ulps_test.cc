@@ -225,7 +225,7 @@ void CheckEmptyRuns(Random* random) {
   Message message = EncodedByCpu(Moved(old_bits, 1, 3, random), old_bits, &nbytes);
   std::vector<std::uint8_t> bytes(nbytes);
   std::memcpy(bytes.data(), message.data(), nbytes);
-  bytes.insert(bytes.begin() + kUlpsHeadBytes + 4 + 4 + 1, 4, std::uint8_t{0});
+  bytes.insert(bytes.begin() + kUlpsHeadBytes + 4 + 4 + 1, 4, std::uint8_t{0});  // behind entry, words and direct bits
   message = Padded(bytes.data(), bytes.size());
   message[3] += 4;
   message[kUlpsHeadWords] += 4;

@@ -19,8 +19,8 @@
 // A warp on the CPU: 32 lanes, each with its own stack, that run one after another in random order up to the next
 // collective, where they wait for each other. If some lanes do not reach a collective, or reach it with other
 // arguments, the test fails; so it does for an unaligned access. Between collectives, lanes see each other's writes or
-// not, depending on the order, so that a missing synchronization shows: but for one beside another collective, which
-// synchronizes here, and on a GPU does not order memory.
+// not, depending on the order, so that a missing synchronization shows, unless another collective stands beside it:
+// here each one synchronizes, while on a GPU only Sync() orders memory.
 namespace zcomm::cuda {
 
 class EmulatedWarp {
@@ -193,8 +193,8 @@ class EmulatedWarp {
     }
   }
 
-  // The compiler's own jump: swapcontext() makes a system call each time, and what checks longjmp() knows of one stack.
-  // An address sanitizer would clear its notes of the stack before whatever does not return.
+  // The compiler's own jump: swapcontext() makes a system call each time, and a checked longjmp() refuses another
+  // stack. It looks as if it could return, because the address sanitizer walks the stack before a call that cannot.
   [[gnu::noinline, gnu::no_sanitize("address")]] static void JumpTo(Place* place) {
     asm volatile("" : "+r"(place));
     if (place != nullptr) __builtin_longjmp(place->registers, 1);
