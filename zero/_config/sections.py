@@ -268,7 +268,7 @@ class Config:
     optimizer: OptimizerChoice = section(OptimizerChoice, "the optimizer")
     scheduler: SchedulerChoice = section(SchedulerChoice, "the learning-rate schedule")
     zero_allow_untested_optimizer: bool = ignored(
-        False, "-", "every optimizer is tried at construction, and refused if it is neither elementwise nor updates each tensor by itself"
+        False, "-", "every optimizer is tried at construction, and refused if it couples tensors"
     )
     zero_force_ds_cpu_optimizer: bool = key(
         True,
