@@ -70,8 +70,8 @@ REASONS = {
     "has state": "has state from a constructor that needs more than parameter groups",
     "so it cannot be tried": "moved nothing in the trial",
     "without a closure": "needs a closure, second derivatives, full matrices, ...",
-    "not built": "cannot be built here: needs two-dimensional parameters, flags in its groups, the model, ...",
 }
+NOT_BUILT = "not tried: its constructor needs another model, other groups, more arguments, ..."
 
 
 class Case(NamedTuple):
@@ -283,6 +283,8 @@ def tried(case: Case, *, on_ranks: bool) -> Row:
         verdict = f"not tried: {late}"
     elif refusal == WHOLE:
         verdict = ACCEPTED_WHOLE
+    elif refusal.startswith("not built"):
+        verdict = NOT_BUILT
     elif refusal:
         reason = next((text for key, text in REASONS.items() if key in refusal), "another reason")
         verdict = f"refused: {reason}"

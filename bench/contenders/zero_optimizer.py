@@ -41,8 +41,10 @@ def build(
         options["hpz_partition_size"] = (setup.topology or Topology.from_env()).ranks_per_node
     if offload is not None:
         place = {"device": offload} if offload == "cpu" else {"device": offload, "nvme_path": setup.folder}
-        params = place if offload == "cpu" else place | {"max_in_cpu": 0}
-        options |= {"offload_optimizer": place, "offload_param": params}
+        states, params = place, place
+        if offload == "nvme":  # reads and writes of states overlap the update, and parameters are never in memory
+            states, params = place | {"pipeline_read": True, "pipeline_write": True}, place | {"max_in_cpu": 0}
+        options |= {"offload_optimizer": states, "offload_param": params}
     inner: Any = AdamW
     if has_muon:
         inner = optimizers(model, setup.learning_rate, Muon, fused=True)
