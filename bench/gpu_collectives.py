@@ -18,7 +18,7 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
@@ -132,7 +132,7 @@ def measured(workload: Workload, arguments: argparse.Namespace, backend: Backend
 def run(arguments: argparse.Namespace, topology: Topology, device: torch.device, report: BenchReport | None) -> int:
     """Measure every backend, size and collective. torch comes first: a hang loses all that follows."""
     tiles, skipped = Tiles(torch.bfloat16, device), []
-    over = topologies(arguments, topology, device, report)
+    over = topologies(arguments.backends, topology, device, report)
     for backend, kib, collective in product(arguments.backends, arguments.sizes_kib, arguments.collectives):
         if backend not in over:
             continue
@@ -154,11 +154,11 @@ def run(arguments: argparse.Namespace, topology: Topology, device: torch.device,
 
 
 def topologies(
-    arguments: argparse.Namespace, topology: Topology, device: torch.device, report: BenchReport | None
+    backends: Sequence[str], topology: Topology, device: torch.device, report: BenchReport | None
 ) -> dict[str, Topology]:
     """Return a topology for each backend; print a row with the reason if one is unavailable."""
     over = {"torch": topology}
-    if "nccl" not in arguments.backends:
+    if "nccl" not in backends:
         return over
     if reason := " ".join((nccl_unavailable_reason() or refused_by_nccl(device)).split()):
         if report is not None:

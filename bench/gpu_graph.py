@@ -11,23 +11,20 @@ row has the error; later cases over the same communicator may then fail, too.
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-from gpu_collectives import refused_by_nccl
+from gpu_collectives import topologies
 from gpu_sharing import join_ranks, start_report
 from torch import Tensor
 
 import zcomm
 from zcomm import Topology, control
 from zcomm._bench import torch_calls
-from zcomm._bench.harness import BenchReport, Column
-from zcomm._transport.backend_choice import BackendName, nccl_unavailable_reason
+from zcomm._bench.harness import BenchReport, Column, interleave
 
 COLUMNS = [
     Column("ranks", "ranks"),
@@ -40,7 +37,7 @@ COLUMNS = [
     Column("unavailable", "unavailable"),
     Column("error", "error"),
 ]
-BACKENDS: tuple[BackendName, ...] = ("torch", "nccl")
+BACKENDS = ("torch", "nccl")
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -90,18 +87,6 @@ class Case:
         return int((got != self.target).sum())
 
 
-def median_us(call: Callable[[], object], rounds: int) -> float:
-    """The median time until the result is complete on this rank."""
-    seconds = []
-    for _ in range(rounds + 1):
-        torch_calls.barrier()
-        start = time.perf_counter()
-        call()
-        torch_calls.finish()
-        seconds.append(time.perf_counter() - start)
-    return 1e6 * statistics.median(seconds[1:])
-
-
 def cases(numel: int, format_name: str, topology: Topology, device: torch.device) -> list[Case]:
     """Both collectives, over all ranks."""
     full = numel * topology.world_size
@@ -119,7 +104,9 @@ def row(case: Case, rounds: int, topology: Topology) -> tuple[dict[str, Any], in
     try:
         replay = case.captured()
         wrong = case.wrong_after(replay)
-        found = {"call_us": median_us(case.call, rounds), "replay_us": median_us(replay, rounds)}
+        both = {"call_us": case.call, "replay_us": replay}
+        times = interleave(both, rounds=rounds, before_each=torch_calls.barrier, after_each=torch_calls.finish)
+        found = {name: 1e6 * timing.p50 for name, timing in times.items()}
     except Exception as error:  # the other rows continue
         message = f"{type(error).__name__}: {(str(error) or 'no text').splitlines()[0][:200]}"
     errors = [text for text in control.gather_texts(message, topology) if text]
@@ -129,20 +116,15 @@ def row(case: Case, rounds: int, topology: Topology) -> tuple[dict[str, Any], in
 
 def run(arguments: argparse.Namespace, topology: Topology, device: torch.device, report: BenchReport | None) -> int:
     """Measure each backend, format and collective."""
-    reason = " ".join((nccl_unavailable_reason() or refused_by_nccl(device)).split())
-    for backend in BACKENDS:
-        if backend == "nccl" and reason:
-            if report is not None:
-                report.row({"backend": backend, "unavailable": reason}, num_wrong=0)
-            continue
-        over = Topology(ranks_per_node=topology.ranks_per_node, backend=backend)
+    for backend, over in topologies(BACKENDS, topology, device, report).items():
         for name in arguments.formats:
             for case in cases(arguments.numel, name, over, device):
                 found, wrong = row(case, arguments.rounds, topology)
                 about = {"ranks": topology.world_size, "backend": backend, "collective": case.collective}
                 if report is not None:
                     report.row(about | {"format": name, "size": case.source.nbytes, **found}, num_wrong=wrong)
-        over.close()
+        if over is not topology:
+            over.close()
     return report.finish() if report is not None else 0
 
 

@@ -118,8 +118,11 @@ def _launches() -> Iterator[list[Launch]]:
         _run._launch = real_launch
 
 
-def _compiled(launched: Launch, tile: int, warps: int, arch: int) -> Any:
-    """Compile as a launch does: specialize on ints of 1 and multiples of 16, unless the parameter forbids it."""
+def compiled(launched: Launch, tile: int, warps: int, target: GPUTarget, *, fused: bool = False) -> Any:
+    """Compile as a launch does: specialize on ints of 1 and multiples of 16, unless the parameter forbids it.
+
+    ``fused``: multiplications may be fused with additions, which the launchers forbid.
+    """
     kernel, arguments, constants = launched
     known: dict[str, Any] = constants | {"TILE": tile}
     signature: dict[str, str] = {}
@@ -137,10 +140,8 @@ def _compiled(launched: Launch, tile: int, warps: int, arch: int) -> Any:
             signature[name] = "i32" if -(2**31) <= value < 2**31 else "i64"
             if value % 16 == 0 and may_specialize:
                 attributes[(index,)] = [["tt.divisibility", 16]]
-    options = {"num_warps": warps, "enable_fp_fusion": False}
-    return triton.compile(
-        ASTSource(kernel, signature, known, attributes), target=GPUTarget("cuda", arch, 32), options=options
-    )
+    options = {"num_warps": warps, "enable_fp_fusion": fused}
+    return triton.compile(ASTSource(kernel, signature, known, attributes), target=target, options=options)
 
 
 def triton_kernel(operation: str, format: str, arch: int) -> tuple[int, int, Kernel]:
@@ -149,18 +150,18 @@ def triton_kernel(operation: str, format: str, arch: int) -> tuple[int, int, Ker
     with _launches() as recorded:
         _call(operation, layout)
     tile, warps = _run.candidates_of(recorded[0][0])[-1]
-    compiled = _compiled(recorded[0], tile, warps, arch)
+    kernel = compiled(recorded[0], tile, warps, GPUTarget("cuda", arch, 32))
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder) / "kernel.cubin"
-        cubin.write_bytes(compiled.asm["cubin"])
+        cubin.write_bytes(kernel.asm["cubin"])
         codes, registers = _read(cubin)
     elements, bits = tile // (32 * warps), layout.codec.bits
-    name = compiled.metadata.name
-    kernel = Kernel(
+    name = kernel.metadata.name
+    found = Kernel(
         codes[name], registers[name], elements, _access(operation, elements, bits), elements * bits // 8,
         _nbytes(layout, operation),
     )  # fmt: skip
-    return tile, warps, kernel
+    return tile, warps, found
 
 
 def cuda_kernels(arch: int) -> Iterator[tuple[str, str, Kernel]]:

@@ -33,6 +33,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from contenders.job import batch
 from gpt_model import GPT, GPTConfig, choose_matmul_dtype
 from torch import Tensor
 
@@ -87,7 +88,7 @@ class Case:
         """Run the steps of a round, the first one not timed, and wait for the last update."""
         with moved() as window:
             for index in range(arguments.steps):
-                tokens, targets = _batch(arguments, self.num_steps, topology.rank)
+                tokens, targets = batch(arguments, self.num_steps, topology.rank, torch.device("cpu"))
                 zcomm.all_reduce(torch.zeros(1), group=topology)  # the ranks start together
                 start = time.perf_counter()
                 loss: Tensor = self.model(tokens, targets)
@@ -107,15 +108,6 @@ class Case:
         mean = loss.detach().float().reshape(1)
         zcomm.all_reduce(mean, "avg", group=topology)
         self.loss = mean.item()
-
-
-def _batch(arguments: argparse.Namespace, step: int, rank: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(step * 1_000 + rank)
-    shape = (arguments.batch_size, arguments.seq_length + 1)
-    tokens = (
-        torch.randint(0, 256, shape, generator=generator).square() // 256
-    )  # a skewed distribution, so that the loss falls
-    return tokens[:, :-1], tokens[:, 1:]
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -20,8 +20,8 @@ ZeroRedundancyOptimizer), offloading, and persistent parameters.
 from __future__ import annotations
 
 import json
+import math
 import os
-import re
 import statistics
 import subprocess
 import sys
@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 
 import torch
 from comparison.records import RANKS_PER_NODE, Run, Store
-from comparison.tables import LOOPBACK
+from comparison.tables import LOOPBACK, rate_mbit
 from contenders.catalogue import ENTRIES
 from gpt_model import GPT, GPTConfig
 
@@ -54,7 +54,6 @@ __all__ = [
 ]  # fmt: skip
 
 TOLERANCE = 0.2
-UNITS = {"kbit": 1e-6, "mbit": 1e-3, "gbit": 1.0}
 NOT_PLANNED = {"offload", "stage3_param_persistence_threshold", "stage3_max_reuse_distance"}
 """Options of this library's contenders that are not planned."""
 TORCH = {
@@ -92,10 +91,9 @@ class Planned(NamedTuple):
 
 def rate_gbit(network: str) -> float:
     """Gbit/s of a rate as ``tc`` writes it."""
-    found = re.fullmatch(r"([\d.]+)([kmg]bit)", network)
-    if found is None:
+    if math.isinf(rate := rate_mbit(network)):
         raise ValueError(f"a network is {LOOPBACK}, or a rate like 200mbit: {network!r}")
-    return float(found[1]) * UNITS[found[2]]
+    return rate / 1e3
 
 
 def probed(path: Path | None, store: Store) -> dict[str, Any]:

@@ -73,12 +73,9 @@ The best peer is the fastest of other libraries' systems that train without loss
 in as many steps, PowerSGD and DiLoCo, are compared by the time to a loss, with bench/to_loss.py.
 
 The interval is that of "against the best peer", the median of the rounds' ratios, by order statistics.
+
+The last step of a round ends when all that was sent has arrived, also what a next step would hide.
 """
-SETTLED = "The last step of a round ends when all that was sent has arrived, also what a next step would hide."
-UNSETTLED = (
-    "What `delta-hpz` sends after a step is not in its time: the next step's forward would hide all or part of it."
-)
-"""Of files without the commits of their rounds."""
 
 Key = str
 """Precision, batch and network of a run, separated by blanks."""
@@ -226,7 +223,7 @@ def rate_mbit(network: str) -> float:
 def markdown(runs: dict[Key, Run], memory: dict[str, dict[str, Any]], context: dict[str, Any]) -> str:
     """Return the report."""
     lines = ["# The same training under each system", "", *(f"{name}: {text}  " for name, text in context.items()), ""]
-    lines += [*NOTES.splitlines(), "", SETTLED if "commits" in context else UNSETTLED, ""]
+    lines += [*NOTES.splitlines(), ""]
     of_batches = [key.rsplit(maxsplit=1)[0] for key in runs]
     for batch in dict.fromkeys(of_batches):
         if of_batches.count(batch) > 1:

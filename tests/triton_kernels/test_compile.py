@@ -9,35 +9,30 @@ and denormals that are kept.
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import triton
-from torch import Tensor
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 from zcomm._formats.formats import get_format
 from zcomm._formats.message import MessageLayout, layout_of
 from zcomm._formats.philox import Draw
 from zcomm.triton_kernels import _run, launch
 
+BENCH = Path(__file__).parents[2] / "bench"
 NVIDIA = [GPUTarget("cuda", capability, 32) for capability in (80, 90, 100)]
 AMD = GPUTarget("hip", "gfx942", 64)
 LARGEST_SHARED_NBYTES = 99 * 1024  # of a block, on every GPU from sm_80 on
 FORMATS = ["int8", "int4", "nf4", "fp8_e4m3", "int8:asym", "int4:asym"]
-POINTERS = {
-    torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.uint8: "*u8", torch.int8: "*i8",
-    torch.int16: "*i16", torch.int32: "*i32",
-}  # fmt: skip
 
 
 class Launches:
     """Records what the launchers would launch."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.taken: list[tuple[Any, tuple[Any, ...], dict[str, Any], int]] = []
+        self.taken: list[tuple[tuple[Any, tuple[Any, ...], dict[str, Any]], int, int]] = []
         monkeypatch.setattr(_run, "_launch", self._take)
 
     def _take(
@@ -45,11 +40,13 @@ class Launches:
     ) -> None:
         tile, warps = max(cols, 2048), max(4, min(32, cols // 512))
         assert grid({"TILE": tile})[0] > 0
-        self.taken.append((kernel, arguments, constants | {"TILE": tile}, warps))
+        self.taken.append(((kernel, arguments, constants), tile, warps))
 
-    def compiled(self, target: GPUTarget) -> list[Any]:
+    def compiled(self, target: GPUTarget, *, fused: bool = False) -> list[Any]:
         """Compile everything recorded since the last call, for ``target``."""
-        kernels = [_compiled(*launched, target) for launched in self.taken]
+        from gpu_static_kernels import compiled
+
+        kernels = [compiled(*launched, target, fused=fused) for launched in self.taken]
         self.taken.clear()
         assert kernels
         return kernels
@@ -57,32 +54,8 @@ class Launches:
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
+    monkeypatch.syspath_prepend(str(BENCH))
     return Launches(monkeypatch)
-
-
-def _compiled(
-    kernel: Any, arguments: tuple[Any, ...], constants: dict[str, Any], num_warps: int, target: GPUTarget,
-    *, fused: bool = False,
-) -> Any:  # fmt: skip
-    """Compile as a launch would: ints of 1 are constants, multiples of 16 are declared unless disabled."""
-    signature: dict[str, str] = {}
-    known = dict(constants)
-    attributes: dict[tuple[int, ...], list[list[Any]]] = {}
-    for index, name in enumerate(kernel.arg_names):
-        value = constants[name] if name in constants else arguments[index]
-        is_special = not kernel.params[index].do_not_specialize
-        if name in constants or value is None or (isinstance(value, int) and value == 1 and is_special):
-            signature[name], known[name] = "constexpr", value
-        elif isinstance(value, Tensor):
-            signature[name], attributes[(index,)] = POINTERS[value.dtype], [["tt.divisibility", 16]]
-        elif isinstance(value, float):
-            signature[name] = "fp32"
-        else:
-            signature[name] = "i32" if -(2**31) <= value < 2**31 else "i64"
-            if value % 16 == 0 and is_special:
-                attributes[(index,)] = [["tt.divisibility", 16]]
-    source = ASTSource(kernel, signature, known, attributes)
-    return triton.compile(source, target=target, options={"num_warps": num_warps, "enable_fp_fusion": fused})
 
 
 def _layout(format: str, num_segments: int = 1, numel: int = 4096) -> MessageLayout:
@@ -205,7 +178,7 @@ def test_texts_of_each_architecture(launches: Launches) -> None:
 def test_fusion_would_be_noticed(launches: Launches) -> None:
     """The launchers disable fusion, which Triton enables by default."""
     _encode("int8:asym")
-    launched = launches.taken[0]
-    _check([_compiled(*launched, NVIDIA[1])])
+    _check(launches.compiled(NVIDIA[1]))
+    _encode("int8:asym")
     with pytest.raises(AssertionError, match="fma"):
-        _check([_compiled(*launched, NVIDIA[1], fused=True)])
+        _check(launches.compiled(NVIDIA[1], fused=True))

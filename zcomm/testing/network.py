@@ -170,9 +170,6 @@ class SimulatedStore(dist.Store):  # type: ignore[misc, name-defined]
         self.wait(keys)
         return [self._network.values[key] for key in keys]
 
-    def num_keys(self) -> int:
-        return len(self._network.values)
-
     def has_extended_api(self) -> bool:
         return True
 

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from zcomm import ConfigError
-from zero._config import NotAvailableError
 from zero._config.optimizer_options import OPTIMIZER_OPTIONS
 from zero._config.parse import read_options
 from zero._config.settings import nearest_setting
@@ -37,7 +36,7 @@ NS_METHODS = ("gram", "standard")
 """DeepSpeed's names of two ways to compute the same polynomial; here it is computed as torch.optim.Muon does."""
 
 
-class Muon(getattr(torch.optim, "Muon", Optimizer)):  # type: ignore[misc]
+class Muon(torch.optim.Muon):
     """``torch.optim.Muon``, but it takes stacks of matrices, and updates small matrices of one shape together.
 
     Parameters with ``stacked_parts`` may have two or three dimensions, and each part is updated by itself. Under a
@@ -52,12 +51,9 @@ class Muon(getattr(torch.optim, "Muon", Optimizer)):  # type: ignore[misc]
 
     Raises:
         ConfigError: A parameter is neither a matrix nor declared as a stack.
-        NotAvailableError: torch has no Muon: it is older than 2.9.
     """
 
     def __init__(self, params: Any, **options: Any) -> None:
-        if not hasattr(torch.optim, "Muon"):
-            raise NotAvailableError("not available in this version: Muon needs torch 2.9 or later")
         super().__init__([torch.empty(0, 0)], **options)  # torch checks parameters in the constructor alone
         self.param_groups.clear()
         for group in _groups(params):
@@ -76,10 +72,7 @@ class Muon(getattr(torch.optim, "Muon", Optimizer)):  # type: ignore[misc]
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all parameters that have gradients; returns what ``closure`` returns."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         for group in self.param_groups:
             params, grads, momenta = list[Tensor](), list[Tensor](), list[Tensor]()
             self._init_group(group, params, grads, momenta)
@@ -318,7 +311,6 @@ def build_muon(params: Mapping[str, Any], parameters: Any, matrices: Iterable[nn
 
     Raises:
         ConfigError: An unknown option or value.
-        NotAvailableError: torch has no Muon.
     """
     given, for_muon = read_options(OPTIMIZER_OPTIONS, dict(params)), set(matrices)
     if (method := given.pop("ns_method", "standard")) not in NS_METHODS:

@@ -59,7 +59,7 @@ from zero._publish.weights import PublishedWeights, topology_of, weights_of
 from zero._ranks.collective_calls import calling_over, collective
 from zero._ranks.first_rank import on_first_rank
 from zero._ranks.rank_errors import is_agreed, on_every_rank, share_text
-from zero._storage.process_folder import ProcessIdentity
+from zero._storage.process_folder import ProcessIdentity, try_lock
 from zero._storage.safetensors_file import as_bytes
 from zero.errors import PublicationError
 from zero.optimizer import ZeroOptimizer
@@ -512,15 +512,11 @@ def _claim(folder: Path, run: str) -> int:
     path = folder / OWNER
     number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
     try:
-        try:
-            fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not try_lock(number):
             owner = os.read(number, 4096).decode(errors="replace")
             raise PublicationError(
                 f"{folder} has a publisher that runs: {owner}; close it, or publish to another folder"
-            ) from None
-        except OSError:  # no locks on this file system: _base finds out
-            pass
+            )
         os.ftruncate(number, 0)
         os.pwrite(number, json.dumps({"run": run, **ProcessIdentity.current()._asdict()}).encode(), 0)
     except BaseException:

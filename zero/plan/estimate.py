@@ -183,8 +183,7 @@ def _counts_of(model: nn.Module | Counts, plan: ResolvedConfig, nodes: int, rank
     """The counts of ``model`` with the optimizer of ``plan``."""
     kind = _optimizer_of(plan)
     if isinstance(model, Counts):
-        trainable = model.numel if model.trainable is None else model.trainable
-        return replace(model, whole=trainable) if kind in NUM_WHOLE_MOMENTS and not model.whole else model
+        return replace(model, whole=model.num_trained) if kind in NUM_WHOLE_MOMENTS and not model.whole else model
     counts = count(model, nodes * ranks)
     if kind not in NUM_WHOLE_MOMENTS:
         return counts

@@ -86,11 +86,16 @@ class Counts:
     shares: tuple[Share, ...] = ()
     """What each rank has, in order; empty: all have the same."""
 
+    @property
+    def num_trained(self) -> int:
+        """Elements of trainable parameters."""
+        return self.numel if self.trainable is None else self.trainable
+
     def share(self, setup: TrainingSetup, rank: int) -> Share:
         """What ``rank`` has of a model whose states are sharded."""
         if self.shares:
             return self.shares[rank]
-        trainable, ranks, per_node = _trainable_and_frozen(self)[0], setup.world_size, setup.ranks_per_node
+        trainable, ranks, per_node = self.num_trained, setup.world_size, setup.ranks_per_node
         return Share(
             numel=self.numel / ranks,
             trainable=trainable / ranks,
@@ -254,7 +259,7 @@ def _parameters(counts: Counts, share: Share, setup: TrainingSetup) -> list[Memo
 
 def _gradients(counts: Counts, share: Share, setup: TrainingSetup) -> list[MemoryUsage]:
     offloaded = setup.offloaded_share if setup.offloads_states else 0.0
-    on_device = share.trainable * (1 - offloaded) if setup.stage >= 2 else _trainable_and_frozen(counts)[0]
+    on_device = share.trainable * (1 - offloaded) if setup.stage >= 2 else counts.num_trained
     on_host = offloaded * share.trainable
     place = "host" if setup.delays_update else setup.tier.states
     in_memory = (setup.sent_nbytes + setup.gradient_nbytes * setup.sums_gradients) * on_host
@@ -270,7 +275,7 @@ def _gradients(counts: Counts, share: Share, setup: TrainingSetup) -> list[Memor
 def _states(counts: Counts, share: Share, setup: TrainingSetup) -> list[MemoryUsage]:
     trainable, whole = share.trainable, share.whole
     if setup.stage == 0:
-        trainable, whole = _trainable_and_frozen(counts)[0], counts.whole
+        trainable, whole = counts.num_trained, counts.whole
     nbytes = setup.state_nbytes * (trainable - whole) + setup.whole_state_nbytes * whole
     offloaded = setup.offloaded_share if setup.offloads_states else 0.0
     is_exact = setup.quantizes_weights and setup.stage in (1, 2)  # beside what forward reads
@@ -286,13 +291,8 @@ def _states(counts: Counts, share: Share, setup: TrainingSetup) -> list[MemoryUs
     ]
 
 
-def _trainable_and_frozen(counts: Counts) -> tuple[int, int]:
-    trainable = counts.numel if counts.trainable is None else counts.trainable
-    return trainable, counts.numel - trainable
-
-
 def _buffers(counts: Counts, share: Share, setup: TrainingSetup) -> list[MemoryUsage]:
-    trainable = counts.numel if counts.trainable is None else counts.trainable
+    trainable = counts.num_trained
     unit, found = min(counts.largest_unit, counts.numel), []
     if setup.stage == 3:
         found.append(MemoryUsage("prefetch", "device", setup.param_nbytes * min(unit, counts.numel - unit)))
@@ -324,7 +324,7 @@ def _file_buffers(counts: Counts, share: Share, setup: TrainingSetup) -> list[Me
     if setup.stage == 3 and setup.tier.parameters == "nvme" and counts.numel > files.numel_in_memory * setup.world_size:
         found.append(min(2 * setup.param_nbytes * files.buffer_numel, numel))
     if setup.offloads_states and setup.tier.states == "nvme":
-        trainable, _ = _trainable_and_frozen(counts)
+        trainable = counts.num_trained
         bucket = min(max(counts.largest_unit, setup.merged_numel if setup.stage < 3 else 0), trainable)
         sub_group = min(files.sub_group_numel, bucket / setup.world_size)
         nbytes = setup.state_nbytes + setup.files.unused_nbytes + (0 if setup.delays_update else setup.gradient_nbytes)

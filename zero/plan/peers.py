@@ -112,7 +112,7 @@ def peer_moved(
         is_gloo: Whether gloo's algorithms count, and not NCCL's.
     """
     nodes, per_node = shape
-    sums, trainable = 1 if peer.is_once else num_micro, _trainable(counts)
+    sums, trainable = 1 if peer.is_once else num_micro, counts.num_trained
     gradients, params = peer.gradient_nbytes * trainable, peer.param_nbytes * counts.numel
     if peer.shards_over == "none":
         num_buckets = 1 + -(-max(4 * trainable - DDP_FIRST_NBYTES, 0) // DDP_NBYTES)
@@ -149,7 +149,7 @@ def _all_reduce(nbytes: int, num_nodes: int, ranks_per_node: int, num_exchanges:
 def peer_kernel_nbytes(peer: Peer, counts: Counts, shape: tuple[int, int], num_micro: int = 1) -> float:
     """Return the bytes that summing in a ring reads and writes: two operands and their sum."""
     ranks = shape[1] if peer.shards_over == "node" else shape[0] * shape[1]
-    return 3 * peer.gradient_nbytes * _trainable(counts) * (ranks - 1) / ranks * (1 if peer.is_once else num_micro)
+    return 3 * peer.gradient_nbytes * counts.num_trained * (ranks - 1) / ranks * (1 if peer.is_once else num_micro)
 
 
 def in_rings(peer: Peer, found: StepTimes) -> StepTimes:
@@ -164,7 +164,7 @@ def memory_of(
 ) -> PeerMemory:
     """Return the bytes of each kind on a rank; arguments as in :func:`peer_moved`."""
     ranks = {"none": 1, "world": shape[0] * shape[1], "node": shape[1]}[peer.shards_over]
-    numel, trainable, unit = counts.numel, _trainable(counts), min(counts.largest_unit, counts.numel)
+    numel, trainable, unit = counts.numel, counts.num_trained, min(counts.largest_unit, counts.numel)
     if peer.shards_over == "none":
         bucket = DDP_NBYTES // 4 if peer.gradient_nbytes == 2 else 0
         gathered, buckets, summed = 2.0 * numel, 2.0 * min(trainable, bucket), 0.0
@@ -179,7 +179,3 @@ def memory_of(
     }  # fmt: skip
     found = [MemoryUsage(kind, "device", nbytes) for kind, nbytes in of_kinds.items() if nbytes]
     return PeerMemory((*found, *usage_of(Counts(numel=0), TrainingSetup(stage=0), activations)))
-
-
-def _trainable(counts: Counts) -> int:
-    return counts.numel if counts.trainable is None else counts.trainable
