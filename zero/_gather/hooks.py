@@ -265,7 +265,7 @@ class Hooks(RuntimePart):
 
         arrival = param.register_post_accumulate_grad_hook(after)  # type: ignore[no-untyped-call]
         self._arrivals.append((arrival.hooks_dict_ref(), arrival.id))
-        self._handles += [param.register_hook(lambda _: self._start_backward()), arrival]  # type: ignore[no-untyped-call]
+        self._handles += [param.register_hook(self._start_backward), arrival]  # type: ignore[no-untyped-call]
 
     def _gradient_arrived(self, bucket: int, slot: int) -> None:
         grads = self._reducer.by_bucket[bucket]
@@ -400,7 +400,7 @@ class Hooks(RuntimePart):
             bucket.drop(Hold.FORWARD)
             self._gatherer.release_if_unneeded(bucket, may_keep=output is not None)
 
-    def _start_backward(self) -> None:
+    def _start_backward(self, _: Tensor | None = None) -> None:
         if self._backward is not None and self._backward() is not None and not self._forwards:
             return  # it is running: every gradient comes here
         self.recover()

@@ -22,6 +22,7 @@ from zcomm import StateError
 from zero._gather.gatherer import Gatherer, IterationKind
 from zero._sharding.bucket import Bucket, Hold
 from zero._sharding.buffer_pool import storage_of
+from zero._sharding.released import is_released
 
 SavingHooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 """What packs and unpacks tensors for autograd."""
@@ -123,7 +124,7 @@ class SavedTensors:
 
     def bucket_under(self, tensor: Tensor) -> Bucket | None:
         """The bucket whose full parameters ``tensor`` is a view of; None if it is not such a view."""
-        if tensor.layout is not torch.strided or getattr(type(tensor), "is_released", False):
+        if tensor.layout is not torch.strided or (type(tensor) is not Tensor and is_released(tensor)):
             return None
         return self._gatherer.by_storage.get(storage_of(tensor))
 

@@ -8,7 +8,7 @@ their own masters. 16-bit or quantized parameters are overwritten from the maste
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +21,37 @@ from zero._sharding.bucket import Bucket, ShardInfo
 
 def check_model_unchanged(model: nn.Module, buckets: Sequence[Bucket]) -> None:
     """Raise StateError if a parameter was added, replaced, moved or unfrozen after ``buckets`` were built."""
-    managed = {param for bucket in buckets for param in bucket.params}
+    managed = {id(param) for bucket in buckets for param in bucket.params}
+    frozen = [param for bucket in buckets if not bucket.is_trainable for param in bucket.params]
+    # Names and modules of parameters take a hundredth of a small step: they are looked for only if they are needed.
+    if not _parameter_ids(model) <= managed or any(param.requires_grad for param in frozen):
+        _raise_named(model, managed)
+    for bucket in buckets:
+        for slot in bucket.moved_slots():
+            name, param = bucket.layout.slots[slot].name, bucket.params[slot]
+            raise StateError(
+                f"parameter {name!r} got other memory, of {param.dtype} on {param.device}, after ZeroOptimizer was "
+                "constructed and would never be updated: call model.to() before, and assign values inside "
+                "zero.GatheredParameters([param], modifier_rank=0)"
+            )
+
+
+def _parameter_ids(model: nn.Module) -> set[int]:
+    """Those of all parameters of ``model``."""
+    modules, seen, found = [model], {id(model)}, set[int]()
+    for module in modules:
+        for child in module._modules.values():
+            if child is not None and id(child) not in seen:
+                seen.add(id(child))
+                modules.append(child)
+        found.update(map(id, module._parameters.values()))
+    return found - {id(None)}
+
+
+def _raise_named(model: nn.Module, managed: Collection[int]) -> None:
+    """Raise for the first parameter that was added or replaced, or unfrozen."""
     for name, param in model.named_parameters():
-        if param not in managed:
+        if id(param) not in managed:
             raise StateError(
                 f"parameter {name!r} was added or replaced after ZeroOptimizer was constructed and would never be "
                 "updated: construct ZeroOptimizer after the model is complete"
@@ -33,14 +61,6 @@ def check_model_unchanged(model: nn.Module, buckets: Sequence[Bucket]) -> None:
             raise StateError(
                 f"parameter {name!r} was frozen when ZeroOptimizer was constructed and requires grad now: "
                 "construct ZeroOptimizer after unfreezing"
-            )
-    for bucket in buckets:
-        for slot in bucket.moved_slots():
-            name, param = bucket.layout.slots[slot].name, bucket.params[slot]
-            raise StateError(
-                f"parameter {name!r} got other memory, of {param.dtype} on {param.device}, after ZeroOptimizer was "
-                "constructed and would never be updated: call model.to() before, and assign values inside "
-                "zero.GatheredParameters([param], modifier_rank=0)"
             )
 
 

@@ -84,6 +84,8 @@ class FinalGradients(GradientConsumer):
         self.flag = torch.zeros(1, device=runtime.buckets[0].device)
         """The overflow flag."""
         self._overflow: Tensor | None = None
+        self._assigned: list[tuple[Tensor, Tensor] | None] = [None] * len(pieces)
+        """By piece, the reduced gradient whose part its master has, and that part."""
         for piece in pieces:
             piece.master.grad_dtype = None  # gradients may be 16-bit, masters float32
         runtime.reducer.consumer = self
@@ -170,7 +172,7 @@ class FinalGradients(GradientConsumer):
 
     def clear(self) -> None:
         """Drop the gradients: the step is over. Also checks its messages' flags for errors."""
-        self._overflow, self.flag.grad = None, None
+        self._overflow, self.flag.grad, self._assigned = None, None, [None] * len(self._pieces)
         for piece in self._pieces:
             piece.master.grad = None
         check_all_flags()
@@ -187,7 +189,7 @@ class FinalGradients(GradientConsumer):
         """
         with torch._C.DisableTorchFunctionSubclass():
             results: dict[int, Tensor | None] = {}
-            for piece in self._pieces:
+            for index, piece in enumerate(self._pieces):
                 number, reducer = piece.bucket.index, self.runtime.reducer
                 grads = reducer.by_bucket[number]
                 if not grads.used[piece.slot] or piece.param.grad is None:
@@ -201,7 +203,10 @@ class FinalGradients(GradientConsumer):
                     results[number] = reducer.results(grads)
                 result = results[number]
                 assert result is not None, "a used parameter without a gradient"
-                piece.master.grad = piece.of(result)
+                assigned = self._assigned[index]
+                if assigned is None or assigned[0] is not result or piece.master.grad is not assigned[1]:
+                    piece.master.grad = part = piece.of(result)
+                    self._assigned[index] = result, part
 
     def _check_all_used(self) -> None:
         if self.runtime.settings.ignore_unused_parameters:
