@@ -11,7 +11,7 @@ own schedule of the learning rate, and DiLoCo's outer rates a system has the one
 
 Synchronous systems without quantization have the losses of one of them: `bf16-zero3` stands for all with 16-bit
 parameters, `fp32-ddp`, trained in float32, for those with float32 parameters, whose steps are timed under autocast.
-PowerSGD sends whole gradients, as `ddp`, in the first tenth of its training. The time of a step is the median over the
+PowerSGD sends whole gradients, as `ddp bf16 two hops`, in the first tenth of its training. The time of a step is the median over the
 rounds, as a system's first steps do some work that later ones do not. ± is the standard error: of steps and bytes over
 the seeds, of the seconds over seeds and rounds.
 """
@@ -53,7 +53,7 @@ CURVES = {
     "delta-hpz exact": "delta-hpz-exact",
 }  # fmt: skip
 """The configuration of convergence.py whose losses a system of compare.py has."""
-WHOLE = "ddp"
+WHOLE = "ddp bf16 two hops"
 """What PowerSGD's first steps cost."""
 HEADER = ["system", "losses of", "of a training of", "seeds", "steps", "ms a step", "seconds", "MB a node"]
 NEVER = float("inf")

@@ -92,6 +92,21 @@ ENTRIES |= {
     ),
 }
 """One line of this library under DDP and FSDP2."""
+ENTRIES |= {
+    "ddp bf16 gradients 4 MiB": Entry(0, "ddp", {"gradient_as_bucket_view": True, "sends_bf16": True, "bucket_mib": 4}),
+    **{
+        f"ddp bf16 two hops {count} MiB": Entry(
+            0, "ddp", {"gradient_as_bucket_view": True, "sends_bf16": True, "hops_by_node": True, "bucket_mib": count}
+        )
+        for count in (1, 25)
+    },
+    **{
+        f"{name} prefetch": ENTRIES[name]._replace(options=ENTRIES[name].options | {"prefetches": True})
+        for name in ("fsdp2 reshard=False", "fsdp2 reshard=True", "hsdp reshard=False")
+    },
+}
+"""Other settings of peers, compared once: bench/results/compare_settings.md."""
+SETTINGS = tuple(name for name in ENTRIES if name.endswith((" MiB", " prefetch")))
 POWERSGD = {f"ddp powersgd {rank}": {"gradient_as_bucket_view": True, "powersgd_rank": rank} for rank in (4, 16)}
 ENTRIES |= {name: Entry(0, "ddp", options) for name, options in POWERSGD.items()}
 ENTRIES |= {f"diloco x{n}": Entry(0, "diloco", {"accumulation": n}, "torchft") for n in (10, 50)}
@@ -118,12 +133,14 @@ COMPARED = (
     "zero++", "zero++ reshard=False", "zero++ x4", "zero++ no_sync x4",
     "delta-hpz", "delta-hpz reshard=False", "delta-hpz exact", "delta-hpz exact reshard=False",
     "delta-hpz exact coded", "delta-hpz exact coded reshard=False", "delta-hpz x4", "delta-hpz no_sync x4",
-    *(name for name in ENTRIES if name.startswith("zcomm ") or name.endswith(" muon")), *INEXACT,
+    *(name for name in ENTRIES if name.startswith("zcomm ") or name.endswith(" muon")), *INEXACT, *SETTINGS,
 )  # fmt: skip
 """The contenders in the tables of compare.py."""
 FLOAT32_ONLY = ("zero stage 2 bf16 gradients",)
 """With bfloat16 parameters ``zero stage 2`` sends bf16 gradients anyway."""
-DEFAULT = tuple(name for name in COMPARED if not name.endswith(" muon") and name not in (*INEXACT, *FLOAT32_ONLY))
+DEFAULT = tuple(
+    name for name in COMPARED if not name.endswith(" muon") and name not in (*INEXACT, *FLOAT32_ONLY, *SETTINGS)
+)
 """Those that it measures unless others are asked for."""
 
 

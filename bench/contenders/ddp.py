@@ -39,6 +39,7 @@ def build(
     gradient_as_bucket_view: bool,
     sends_bf16: bool = False,
     hops_by_node: bool = False,
+    bucket_mib: int | None = None,
     powersgd_rank: int = 0,
     recipe: str = "",
     has_muon: bool = False,
@@ -49,9 +50,10 @@ def build(
     ``sends_bf16`` rounds gradients before they are sent, and with ``hops_by_node`` adds them within each node first, as
     no hook of torch does; a ``powersgd_rank`` sends factors of that rank instead; with a
     ``recipe`` this library sends them. ``has_muon``: torch's Muon updates all matrices of blocks on every rank. With
-    accumulation gradients are sent once a step (``no_sync``).
+    accumulation gradients are sent once a step (``no_sync``). ``bucket_mib``: MiB of a bucket, in place of what is the
+    fastest with the hook, or else torch's default.
     """
-    cap = ONE_BUCKET if powersgd_rank else SMALL_BUCKET if hops_by_node else None
+    cap = bucket_mib or (ONE_BUCKET if powersgd_rank else SMALL_BUCKET if hops_by_node else None)
     model = DistributedDataParallel(setup.model, bucket_cap_mb=cap, gradient_as_bucket_view=gradient_as_bucket_view)
     if sends_bf16 and not hops_by_node:
         model.register_comm_hook(None, _in_bf16)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -29,12 +30,14 @@ def build(
     accumulation: int = 1,
     has_muon: bool = False,
     recipe: str = "",
+    prefetches: bool = False,
 ) -> Contender:
     """Shard the model; parameters stay full from forward to backward, or are gathered twice.
 
     ``is_hybrid``: each node has a full copy of the model, sharded over its ranks (HSDP).
     ``has_muon``: Muon updates the matrices of blocks, each gathered on every rank.
     ``recipe``: this library exchanges parameters and gradients; with ``is_hybrid`` it also averages over the nodes.
+    ``prefetches``: a block's parameters are gathered, without streams, while the block before it computes.
     """
     model, is_wide = setup.model, setup.dtype == torch.float32
     mesh, replicas = _mesh(setup, is_hybrid=is_hybrid), None
@@ -45,6 +48,11 @@ def build(
     for block in model.blocks:
         fully_shard(block, **options)
     sharded = fully_shard(model, **options)
+    if prefetches:
+        sharded._set_unshard_async_op(True)
+        for block, following in pairwise(model.blocks):
+            block.set_modules_to_forward_prefetch([following])
+            following.set_modules_to_backward_prefetch([block])
     if recipe:
         topology = None if is_hybrid else setup.topology
         import_module("zcomm").install_fsdp2(model, recipe, topology=topology, replicate_group=replicas)
