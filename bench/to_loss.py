@@ -11,9 +11,10 @@ own schedule of the learning rate, and DiLoCo's outer rates a system has the one
 
 Synchronous systems without quantization have the losses of one of them: `bf16-zero3` stands for all with 16-bit
 parameters, `fp32-ddp`, trained in float32, for those with float32 parameters, whose steps are timed under autocast.
-PowerSGD sends whole gradients, as `ddp bf16 two hops`, in the first tenth of its training. The time of a step is the median over the
-rounds, as a system's first steps do some work that later ones do not. ± is the standard error: of steps and bytes over
-the seeds, of the seconds over seeds and rounds.
+PowerSGD sends whole gradients, as `ddp bf16 two hops`, in the first tenth of its training; the column of a step's time
+has that of the steps after them. The time of a step is the median over the rounds, as a system's first steps do some
+work that later ones do not. ± is the standard error: of steps and bytes over the seeds, of the seconds over seeds and
+rounds.
 """
 
 from __future__ import annotations

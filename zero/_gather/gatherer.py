@@ -358,8 +358,10 @@ class Gatherer(RuntimePart):
             if index not in filled:
                 yield self._buckets[index].storage, num_started.pop(index, 0)
                 filled |= {index} if self._sources[index].keeps_values else set()
-        for index in schedule.next_iteration():
-            if index not in filled and not (mode is IterationKind.TRAINING and self._buckets[index].is_trainable):
+        if mode is IterationKind.TRAINING:
+            filled |= {bucket.index for bucket in self._buckets if bucket.is_trainable}
+        for index in schedule.next_iteration() if len(filled) < len(self._buckets) else ():
+            if index not in filled:
                 yield self._buckets[index].storage, 0
 
     def agree(self) -> None:
