@@ -42,15 +42,15 @@ KEPT = {"stage3_max_reuse_distance": 10**9}
 ENTRIES |= {
     "alone": Entry(0, "alone", {}),
     "alone x4": Entry(0, "alone", {"accumulation": 4}),
-    "ddp bf16 gradients": Entry(0, "ddp", {"gradient_as_bucket_view": True, "sends_bf16": True}),
+    "ddp bf16 gradients": Entry(0, "ddp", {"gradient_as_bucket_view": True, "sends": "bf16"}),
     **{
         f"ddp bf16 two hops{' x4' if count > 1 else ''}": Entry(
-            0, "ddp", {"gradient_as_bucket_view": True, "sends_bf16": True, "hops_by_node": True, "accumulation": count}
+            0, "ddp", {"gradient_as_bucket_view": True, "sends": "bf16 two hops", "accumulation": count}
         )
         for count in (1, 4)
     },
     "ddp x4": Entry(0, "ddp", {"gradient_as_bucket_view": True, "accumulation": 4}),
-    "ddp bf16 gradients x4": Entry(0, "ddp", {"gradient_as_bucket_view": True, "sends_bf16": True, "accumulation": 4}),
+    "ddp bf16 gradients x4": Entry(0, "ddp", {"gradient_as_bucket_view": True, "sends": "bf16", "accumulation": 4}),
     "zero redundancy": Entry(1, "zero_redundancy", {}),
     "fsdp2 reshard=False x4": Entry(2, "fsdp2", {"reshard_after_forward": False, "accumulation": 4}),
     **{
@@ -93,10 +93,10 @@ ENTRIES |= {
 }
 """One line of this library under DDP and FSDP2."""
 ENTRIES |= {
-    "ddp bf16 gradients 4 MiB": Entry(0, "ddp", {"gradient_as_bucket_view": True, "sends_bf16": True, "bucket_mib": 4}),
+    "ddp bf16 gradients 4 MiB": Entry(0, "ddp", {"gradient_as_bucket_view": True, "sends": "bf16", "bucket_mib": 4}),
     **{
         f"ddp bf16 two hops {count} MiB": Entry(
-            0, "ddp", {"gradient_as_bucket_view": True, "sends_bf16": True, "hops_by_node": True, "bucket_mib": count}
+            0, "ddp", {"gradient_as_bucket_view": True, "sends": "bf16 two hops", "bucket_mib": count}
         )
         for count in (1, 25)
     },

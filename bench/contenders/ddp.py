@@ -6,7 +6,7 @@ DDP requires the annotations of a hook to be types, not strings: no ``from __fut
 import os
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,7 @@ ONE_BUCKET = 1 << 20
 """MiB of a bucket for PowerSGD: it starts exchanges in gloo's threads, and those of two buckets would mix."""
 
 SMALL_BUCKET = 4
-"""MiB of a bucket with ``hops_by_node``: of 1, 4 and 25, torch's default, the fastest with users' batch, 200 Mbit/s."""
+"""MiB of a bucket of the hook in two hops, as fast as 1 and faster than torch's 25: results/compare_settings.md."""
 
 WHOLE_SHARE = 0.1
 """Of a training, the steps that send whole gradients before PowerSGD starts, as torch recommends."""
@@ -37,8 +37,7 @@ def build(
     setup: ContenderSetup,
     *,
     gradient_as_bucket_view: bool,
-    sends_bf16: bool = False,
-    hops_by_node: bool = False,
+    sends: Literal["float32", "bf16", "bf16 two hops"] = "float32",
     bucket_mib: int | None = None,
     powersgd_rank: int = 0,
     recipe: str = "",
@@ -47,17 +46,17 @@ def build(
 ) -> Contender:
     """Wrap the model. With bucket views gradients take no memory besides DDP's buckets.
 
-    ``sends_bf16`` rounds gradients before they are sent, and with ``hops_by_node`` adds them within each node first, as
-    no hook of torch does; a ``powersgd_rank`` sends factors of that rank instead; with a
+    ``sends``: with "bf16" gradients are rounded before they are sent, and with "bf16 two hops" also added within each
+    node first, as no hook of torch does; a ``powersgd_rank`` sends factors of that rank instead; with a
     ``recipe`` this library sends them. ``has_muon``: torch's Muon updates all matrices of blocks on every rank. With
     accumulation gradients are sent once a step (``no_sync``). ``bucket_mib``: MiB of a bucket, in place of what is the
     fastest with the hook, or else torch's default.
     """
-    cap = bucket_mib or (ONE_BUCKET if powersgd_rank else SMALL_BUCKET if hops_by_node else None)
+    cap = bucket_mib or (ONE_BUCKET if powersgd_rank else SMALL_BUCKET if sends == "bf16 two hops" else None)
     model = DistributedDataParallel(setup.model, bucket_cap_mb=cap, gradient_as_bucket_view=gradient_as_bucket_view)
-    if sends_bf16 and not hops_by_node:
+    if sends == "bf16":
         model.register_comm_hook(None, _in_bf16)
-    if hops_by_node:
+    if sends == "bf16 two hops":
         local = setup.topology.ranks_per_node if setup.topology is not None else int(os.environ["LOCAL_WORLD_SIZE"])
         model.register_comm_hook(Hops(local), _by_node)
     if powersgd_rank:

@@ -61,7 +61,7 @@ def test_seconds_and_bytes_by_hand_and_what_has_none(tmp_path: Path) -> None:
         "fsdp2 reshard=True": {"error": "RuntimeError: gone"},
         "ddp powersgd 4": system([0.1], 1e6),
         "ddp powersgd 16": {"seconds": [9.0, 0.2, 0.2], "wire_nbytes": [8e6, 2e6, 2e6]},  # the first is whole
-        "ddp": system([2.5, 3.0, 3.5], 8e6),
+        "ddp bf16 two hops": system([2.5, 3.0, 3.5], 8e6),
     }
     records = [
         _record("zeropp", [(0, 3.0), (100, 2.0)]), _record("zeropp", [(0, 3.0), (400, 1.0)], seed=2),
@@ -81,7 +81,7 @@ def test_seconds_and_bytes_by_hand_and_what_has_none(tmp_path: Path) -> None:
         ["zero++", "zeropp", "500", "2", "150 ± 50", "2,000", "300 ± 250", "750 ± 250"],
         ["fsdp2 reshard=True", "bf16-zero3", "", "0", "RuntimeError: gone", "", "", ""],
         ["ddp powersgd 4", "ddp-powersgd-4", "500", "2", "never: 2.000", "100", "", ""],
-        ["ddp", "fp32-ddp", "", "0", "no losses", "", "", ""],
+        ["ddp bf16 two hops", "fp32-ddp", "", "0", "no losses", "", "", ""],
     ]
 
 
