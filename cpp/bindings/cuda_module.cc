@@ -28,7 +28,6 @@ using zcomm::bindings::MakeRows;
 using zcomm::bindings::Size;
 using zcomm::cuda::Residual;
 using zcomm::cuda::Stream;
-using zcomm::cuda::WholeOf;
 
 // dtype and address; its strides are the other array's
 using HeldArgument = std::optional<std::tuple<int, std::uintptr_t>>;
@@ -67,8 +66,8 @@ void Quantize(int codec, std::int64_t block, bool is_rotated, std::int64_t num_m
         MakeRows<ConstRows>(std::get<0>(*held_argument), std::get<1>(*held_argument), message_stride, segment_stride);
   }
   const std::optional<Residual> residual = MakeResidual(residual_argument);
-  zcomm::cuda::Quantize(layout, WholeOf(layout), input, held ? &*held : nullptr, residual ? &*residual : nullptr,
-                        output, MakeStream(stream), MakeExpected(expected));
+  zcomm::cuda::Quantize(layout, input, held ? &*held : nullptr, residual ? &*residual : nullptr, output,
+                        MakeStream(stream), MakeExpected(expected));
 }
 
 void Decode(int codec, std::int64_t block, bool is_rotated, std::int64_t num_messages, std::int64_t num_segments,
@@ -78,7 +77,7 @@ void Decode(int codec, std::int64_t block, bool is_rotated, std::int64_t num_mes
   const MessageLayout layout = Layout(codec, block, is_rotated, num_segments, segment_numel);
   const auto input = MakeMessages<ConstMessages>(in_ptr, in_stride_bytes, num_messages, layout_hash);
   const auto output = MakeRows<MutableRows>(out_dtype, out_ptr, message_stride, segment_stride);
-  zcomm::cuda::Decode(layout, WholeOf(layout), input, output, is_added, Flag(is_valid_ptr), MakeStream(stream));
+  zcomm::cuda::Decode(layout, input, output, is_added, Flag(is_valid_ptr), MakeStream(stream));
 }
 
 void DecodeSum(int codec, std::int64_t block, bool is_rotated, std::int64_t num_messages, std::int64_t num_segments,
@@ -88,7 +87,7 @@ void DecodeSum(int codec, std::int64_t block, bool is_rotated, std::int64_t num_
   const MessageLayout layout = Layout(codec, block, is_rotated, num_segments, segment_numel);
   const auto input = MakeMessages<ConstMessages>(in_ptr, in_stride_bytes, num_messages, layout_hash);
   const auto output = MakeRows<MutableRows>(out_dtype, out_ptr, 0, segment_stride);
-  zcomm::cuda::DecodeSum(layout, WholeOf(layout), input, output, divisor, Flag(is_valid_ptr), MakeStream(stream));
+  zcomm::cuda::DecodeSum(layout, input, output, divisor, Flag(is_valid_ptr), MakeStream(stream));
 }
 
 void DecodeSumRequantize(int codec, std::int64_t block, bool is_rotated, std::int64_t num_messages,
@@ -102,7 +101,7 @@ void DecodeSumRequantize(int codec, std::int64_t block, bool is_rotated, std::in
   const auto input = MakeMessages<ConstMessages>(in_ptr, in_stride_bytes, num_messages, layout_hash);
   const auto output = MakeMessages<MutableMessages>(out_ptr, out_stride_bytes, num_segments, out_layout_hash);
   const std::optional<Residual> residual = MakeResidual(residual_argument);
-  zcomm::cuda::DecodeSumRequantize(layout, WholeOf(layout), input, out_layout, output, residual ? &*residual : nullptr,
+  zcomm::cuda::DecodeSumRequantize(layout, input, out_layout, output, residual ? &*residual : nullptr,
                                    Flag(is_valid_ptr), MakeStream(stream), MakeExpected(expected));
 }
 

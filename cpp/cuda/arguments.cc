@@ -10,7 +10,6 @@ namespace zcomm::cuda {
 namespace {
 
 constexpr float kLargest = std::numeric_limits<float>::max();
-constexpr std::size_t kRangeMultiple = 256;
 
 // The inverse of a power of two; 0 for other numbers.
 float ExactInverse(float divisor) {
@@ -26,24 +25,16 @@ void CheckServed(const MessageLayout& layout) {
               ": codec=", static_cast<int>(layout.codec), ", block=", layout.block);
 }
 
-void CheckRange(const MessageLayout& layout, const Range& range) {
-  const std::size_t multiple = layout.block > kRangeMultiple ? layout.block : kRangeMultiple;
-  ZCOMM_CHECK(range.begin <= range.end && range.end <= layout.segment_numel && range.begin % multiple == 0 &&
-                  (range.end % multiple == 0 || range.end == layout.segment_numel),
-              "a range must lie in the segment and begin and end at multiples of ", multiple,
-              " or its end: begin=", range.begin, ", end=", range.end, ", segment_numel=", layout.segment_numel);
-}
-
-Tiles TilesOf(const MessageLayout& layout, const Range& range, std::size_t num_messages) {
-  const std::size_t per_segment = (range.end - range.begin + kTile - 1) / kTile;
+Tiles TilesOf(const MessageLayout& layout, std::size_t num_messages) {
+  const std::size_t per_segment = (layout.segment_numel + kTile - 1) / kTile;
   const std::size_t most = std::numeric_limits<std::int32_t>::max();
   const std::size_t segments = num_messages * layout.num_segments;
   ZCOMM_CHECK(segments <= most && (per_segment == 0 || segments <= most / per_segment), "a launch has at most ", most,
               " tiles of ", kTile, " elements: num_messages=", num_messages, ", num_segments=", layout.num_segments,
-              ", elements of a segment=", range.end - range.begin);
+              ", elements of a segment=", layout.segment_numel);
   const auto divisor = [](std::size_t value) { return Divisor::Of(static_cast<std::uint32_t>(value > 0 ? value : 1)); };
   return {static_cast<std::uint32_t>(segments * per_segment), divisor(per_segment), divisor(layout.num_segments),
-          range.begin, range.end};
+          layout.segment_numel};
 }
 
 Array ArrayOf(DType dtype, const void* data, std::size_t message_stride, std::size_t segment_stride) {
@@ -56,7 +47,7 @@ Array ArrayOf(const MessageLayout& layout, const ConstRows& rows, const char* na
   return ArrayOf(rows.dtype, rows.data, rows.message_stride, rows.segment_stride);
 }
 
-Wire WireOf(const MessageLayout& layout, const Range& range, const ConstMessages& messages, const char* name) {
+Wire WireOf(const MessageLayout& layout, const ConstMessages& messages, const char* name) {
   CheckServed(layout);
   CheckMessages(layout, messages, name);
   ZCOMM_CHECK(messages.count <= std::numeric_limits<std::int32_t>::max(),
@@ -74,7 +65,7 @@ Wire WireOf(const MessageLayout& layout, const Range& range, const ConstMessages
           static_cast<std::int64_t>(layout.segment_codes_nbytes),
           static_cast<std::int64_t>(layout.nbytes),
           messages.layout_hash,
-          IsBlockCodec(layout.codec) && range.end == layout.segment_numel};
+          IsBlockCodec(layout.codec)};
 }
 
 Residual ResidualOf(const MessageLayout& layout, const Residual* residual) {
@@ -100,25 +91,19 @@ bool Serves(const MessageLayout& layout) {
          layout.block <= kMaxCudaBlock && (layout.block & (layout.block - 1)) == 0;
 }
 
-QuantizeArguments MakeQuantizeArguments(const MessageLayout& layout, const Range& range, const ConstRows& input,
-                                        const ConstRows* held, const Residual* residual, const MutableMessages& output,
+QuantizeArguments MakeQuantizeArguments(const MessageLayout& layout, const ConstRows& input, const ConstRows* held,
+                                        const Residual* residual, const MutableMessages& output,
                                         const Expected& expected) {
-  CheckRange(layout, range);
-  const Wire wire = WireOf(layout, range, AsConst(output), "output");
+  const Wire wire = WireOf(layout, AsConst(output), "output");
   ZCOMM_CHECK(IsBlockCodec(layout.codec), "quantizing needs a block codec: codec=", static_cast<int>(layout.codec));
   const Array held_array = held == nullptr ? Array{nullptr, 0, 0, DType::kFloat32} : ArrayOf(layout, *held, "held");
-  return {TilesOf(layout, range, output.count),
-          ArrayOf(layout, input, "input"),
-          held_array,
-          wire,
-          ResidualOf(layout, residual),
-          ExpectedOf(expected)};
+  return {
+      TilesOf(layout, output.count), ArrayOf(layout, input, "input"), held_array, wire, ResidualOf(layout, residual),
+      ExpectedOf(expected)};
 }
 
-DecodeArguments MakeCastArguments(const MessageLayout& layout, const Range& range, const ConstRows& input,
-                                  const MutableMessages& output) {
-  CheckRange(layout, range);
-  const Wire wire = WireOf(layout, range, AsConst(output), "output");
+DecodeArguments MakeCastArguments(const MessageLayout& layout, const ConstRows& input, const MutableMessages& output) {
+  const Wire wire = WireOf(layout, AsConst(output), "output");
   ZCOMM_CHECK(!IsBlockCodec(layout.codec), "a cast needs a cast codec: codec=", static_cast<int>(layout.codec));
   const Array source = ArrayOf(layout, input, "input");
   const auto itemsize = static_cast<std::int64_t>(ItemSize(input.dtype));
@@ -130,7 +115,7 @@ DecodeArguments MakeCastArguments(const MessageLayout& layout, const Range& rang
   messages.codec = static_cast<Codec>(input.dtype);
   messages.segment_nbytes = source.segment_stride * itemsize;
   return {
-      TilesOf(layout, range, output.count),
+      TilesOf(layout, output.count),
       messages,
       1,
       ArrayOf(static_cast<DType>(layout.codec), output.data, output.stride_nbytes / out_itemsize, layout.segment_numel),
@@ -141,11 +126,10 @@ DecodeArguments MakeCastArguments(const MessageLayout& layout, const Range& rang
       nullptr};
 }
 
-DecodeArguments MakeDecodeArguments(const MessageLayout& layout, const Range& range, const ConstMessages& input,
-                                    const MutableRows& output, bool is_added, std::int32_t* is_valid) {
-  CheckRange(layout, range);
-  return {TilesOf(layout, range, input.count),
-          WireOf(layout, range, input, "input"),
+DecodeArguments MakeDecodeArguments(const MessageLayout& layout, const ConstMessages& input, const MutableRows& output,
+                                    bool is_added, std::int32_t* is_valid) {
+  return {TilesOf(layout, input.count),
+          WireOf(layout, input, "input"),
           1,
           input.count == 0 ? Array{nullptr, 0, 0, output.dtype} : ArrayOf(layout, AsConst(output), "output"),
           is_added ? kLargest : MaxFinite(output.dtype),
@@ -155,12 +139,11 @@ DecodeArguments MakeDecodeArguments(const MessageLayout& layout, const Range& ra
           is_valid};
 }
 
-DecodeArguments MakeDecodeSumArguments(const MessageLayout& layout, const Range& range, const ConstMessages& input,
+DecodeArguments MakeDecodeSumArguments(const MessageLayout& layout, const ConstMessages& input,
                                        const MutableRows& output, float divisor, std::int32_t* is_valid) {
-  CheckRange(layout, range);
   ZCOMM_CHECK(input.count >= 1, "a sum needs at least one message: num_messages=", input.count);
-  return {TilesOf(layout, range, 1),
-          WireOf(layout, range, input, "input"),
+  return {TilesOf(layout, 1),
+          WireOf(layout, input, "input"),
           static_cast<std::uint32_t>(input.count),
           ArrayOf(layout, AsConst(output), "output"),
           kLargest,
@@ -170,16 +153,7 @@ DecodeArguments MakeDecodeSumArguments(const MessageLayout& layout, const Range&
           is_valid};
 }
 
-void CheckRequantized(const MessageLayout& layout, const MessageLayout& out_layout, const MutableMessages& output) {
-  ZCOMM_CHECK(out_layout.num_segments == 1 && out_layout.segment_numel == layout.segment_numel &&
-                  output.count == layout.num_segments,
-              "each segment must become one message: out num_segments=", out_layout.num_segments,
-              ", out segment_numel=", out_layout.segment_numel, ", segment_numel=", layout.segment_numel,
-              ", out messages=", output.count, ", num_segments=", layout.num_segments);
-  CheckMessages(out_layout, AsConst(output), "output");
-}
-
-RequantizeArguments MakeRequantizeArguments(const MessageLayout& layout, const Range& range, const ConstMessages& input,
+RequantizeArguments MakeRequantizeArguments(const MessageLayout& layout, const ConstMessages& input,
                                             const MessageLayout& out_layout, const MutableMessages& output,
                                             const Residual* residual, std::int32_t* is_valid,
                                             const Expected& expected) {
@@ -187,11 +161,9 @@ RequantizeArguments MakeRequantizeArguments(const MessageLayout& layout, const R
   CheckRequantized(layout, out_layout, output);
   ZCOMM_CHECK(IsBlockCodec(out_layout.codec),
               "quantizing needs a block codec: codec=", static_cast<int>(out_layout.codec));
-  CheckRange(layout, range);
-  CheckRange(out_layout, range);
-  return {TilesOf(layout, range, 1),
-          WireOf(layout, range, input, "input"),
-          WireOf(out_layout, range, AsConst(output), "output"),
+  return {TilesOf(layout, 1),
+          WireOf(layout, input, "input"),
+          WireOf(out_layout, AsConst(output), "output"),
           ResidualOf(out_layout, residual),
           is_valid,
           ExpectedOf(expected)};

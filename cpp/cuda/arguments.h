@@ -16,13 +16,12 @@ constexpr int kVectors = 4;
 constexpr int kVectorStride = 32 * kVector;
 constexpr int kTile = kVectors * kVectorStride;
 
-// The tiles of a call, numbered by message, then by segment. They cover elements [begin, end) of each segment.
+// The tiles of a call, numbered by message, then by segment.
 struct Tiles {
   std::uint32_t count;
   Divisor per_segment;
   Divisor segments_per_message;
-  std::uint64_t begin;
-  std::uint64_t end;
+  std::uint64_t segment_numel;
 };
 
 // An array; null data if the call has none.
@@ -46,7 +45,7 @@ struct Wire {
   std::int64_t segment_nbytes;
   std::int64_t nbytes;
   std::uint32_t hash;
-  bool has_ends;  // whether this call writes or checks padding and trailers
+  bool has_ends;  // padding and trailers: those of block codecs
 };
 
 struct QuantizeArguments {
@@ -80,22 +79,18 @@ struct RequantizeArguments {
 };
 
 // Each throws std::invalid_argument on arguments that the kernels do not support.
-QuantizeArguments MakeQuantizeArguments(const MessageLayout& layout, const Range& range, const ConstRows& input,
-                                        const ConstRows* held, const Residual* residual, const MutableMessages& output,
+QuantizeArguments MakeQuantizeArguments(const MessageLayout& layout, const ConstRows& input, const ConstRows* held,
+                                        const Residual* residual, const MutableMessages& output,
                                         const Expected& expected = {});
 // The arguments of a decoding kernel that writes a cast codec's messages.
-DecodeArguments MakeCastArguments(const MessageLayout& layout, const Range& range, const ConstRows& input,
-                                  const MutableMessages& output);
-DecodeArguments MakeDecodeArguments(const MessageLayout& layout, const Range& range, const ConstMessages& input,
-                                    const MutableRows& output, bool is_added, std::int32_t* is_valid);
-DecodeArguments MakeDecodeSumArguments(const MessageLayout& layout, const Range& range, const ConstMessages& input,
+DecodeArguments MakeCastArguments(const MessageLayout& layout, const ConstRows& input, const MutableMessages& output);
+DecodeArguments MakeDecodeArguments(const MessageLayout& layout, const ConstMessages& input, const MutableRows& output,
+                                    bool is_added, std::int32_t* is_valid);
+DecodeArguments MakeDecodeSumArguments(const MessageLayout& layout, const ConstMessages& input,
                                        const MutableRows& output, float divisor, std::int32_t* is_valid);
-RequantizeArguments MakeRequantizeArguments(const MessageLayout& layout, const Range& range, const ConstMessages& input,
+RequantizeArguments MakeRequantizeArguments(const MessageLayout& layout, const ConstMessages& input,
                                             const MessageLayout& out_layout, const MutableMessages& output,
                                             const Residual* residual, std::int32_t* is_valid,
                                             const Expected& expected = {});
-
-// Checks that `output` has one message for each segment of `layout`.
-void CheckRequantized(const MessageLayout& layout, const MessageLayout& out_layout, const MutableMessages& output);
 
 }  // namespace zcomm::cuda

@@ -150,10 +150,9 @@ ZCOMM_DEVICE void EncodeAndStore(const Wire& wire, const Place& place, const Res
   StoreCoded<P, C>(wire, place, coded);
 }
 
-// Writes the zero padding after headers and codes, and the trailers with `hash`.
+// Writes the zero padding after headers and codes, and the trailers with `hash`, of a block codec's messages.
 template <class P>
 ZCOMM_DEVICE void WriteEnds(const Wire& wire, std::uint32_t hash, std::uint32_t warp, std::uint32_t num_warps) {
-  if (!wire.has_ends) return;
   for (std::uint32_t i = warp; i < wire.count; i += num_warps) {
     std::uint8_t* message = wire.data + i * wire.pitch;
     const std::int64_t header = 2 * wire.num_segments * wire.headers_per_segment + P::Lane();
@@ -170,7 +169,6 @@ ZCOMM_DEVICE void WriteEnds(const Wire& wire, std::uint32_t hash, std::uint32_t 
 // writes.
 template <class P>
 ZCOMM_DEVICE void ClearEnds(const Wire& wire, const Expected& expected, std::uint32_t warp, std::uint32_t num_warps) {
-  if (!wire.has_ends) return;
   const std::uint8_t* end = wire.data + wire.count * wire.pitch;
   for (std::size_t i = warp * 32 + static_cast<std::uint32_t>(P::Lane()); i < expected.count; i += num_warps * 32) {
     std::uint8_t* message = expected.data + i * static_cast<std::size_t>(wire.nbytes);
@@ -180,7 +178,7 @@ ZCOMM_DEVICE void ClearEnds(const Wire& wire, const Expected& expected, std::uin
   }
 }
 
-// Whether all messages carry their hash; true if this call does not check it. All lanes must call.
+// Whether all messages carry their hash; true if they have none. All lanes must call.
 template <class P>
 ZCOMM_DEVICE bool HasValidEnds(const Wire& wire) {
   if (!wire.has_ends) return true;

@@ -24,8 +24,8 @@ struct Place {
 ZCOMM_DEVICE Place Locate(const Tiles& tiles, std::uint32_t index) {
   const std::uint32_t unit = Quotient(index, tiles.per_segment);
   const std::uint32_t message = Quotient(unit, tiles.segments_per_message);
-  const std::uint64_t first = tiles.begin + std::uint64_t{index - unit * tiles.per_segment.value} * kTile;
-  const std::uint64_t left = tiles.end - first;
+  const std::uint64_t first = std::uint64_t{index - unit * tiles.per_segment.value} * kTile;
+  const std::uint64_t left = tiles.segment_numel - first;
   return {message, unit - message * tiles.segments_per_message.value, static_cast<std::int64_t>(first),
           left < kTile ? static_cast<int>(left) : kTile};
 }

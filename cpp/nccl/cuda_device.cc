@@ -125,21 +125,20 @@ class CudaKernels final : public Kernels {
  public:
   void Quantize(const MessageLayout& layout, const ConstRows& input, const MutableMessages& output,
                 const Expected& expected, Stream stream) override {
-    cuda::Quantize(layout, cuda::WholeOf(layout), input, nullptr, nullptr, output, stream, expected);
+    cuda::Quantize(layout, input, nullptr, nullptr, output, stream, expected);
   }
   void Decode(const MessageLayout& layout, const ConstMessages& input, const MutableRows& output,
               std::int32_t* is_valid, Stream stream) override {
-    cuda::Decode(layout, cuda::WholeOf(layout), input, output, /*is_added=*/false, is_valid, stream);
+    cuda::Decode(layout, input, output, /*is_added=*/false, is_valid, stream);
   }
   void DecodeSum(const MessageLayout& layout, const ConstMessages& input, const MutableRows& output, float divisor,
                  std::int32_t* is_valid, Stream stream) override {
-    cuda::DecodeSum(layout, cuda::WholeOf(layout), input, output, divisor, is_valid, stream);
+    cuda::DecodeSum(layout, input, output, divisor, is_valid, stream);
   }
   void DecodeSumRequantize(const MessageLayout& layout, const ConstMessages& input, const MessageLayout& out_layout,
                            const MutableMessages& output, const Expected& expected, std::int32_t* is_valid,
                            Stream stream) override {
-    cuda::DecodeSumRequantize(layout, cuda::WholeOf(layout), input, out_layout, output, nullptr, is_valid, stream,
-                              expected);
+    cuda::DecodeSumRequantize(layout, input, out_layout, output, nullptr, is_valid, stream, expected);
   }
 };
 

@@ -65,9 +65,9 @@ class HostKernels final : public Kernels {
   void Quantize(const MessageLayout& layout, const ConstRows& input, const MutableMessages& output,
                 const Expected& expected, Stream stream) override {
     if (IsBlockCodec(layout.codec)) {
-      cuda::MakeQuantizeArguments(layout, cuda::WholeOf(layout), input, nullptr, nullptr, output, expected);
+      cuda::MakeQuantizeArguments(layout, input, nullptr, nullptr, output, expected);
     } else {
-      cuda::MakeCastArguments(layout, cuda::WholeOf(layout), input, output);
+      cuda::MakeCastArguments(layout, input, output);
     }
     Of(stream)->Queue([=] {
       ClearExpected(layout, expected, output);
@@ -76,21 +76,20 @@ class HostKernels final : public Kernels {
   }
   void Decode(const MessageLayout& layout, const ConstMessages& input, const MutableRows& output,
               std::int32_t* is_valid, Stream stream) override {
-    cuda::MakeDecodeArguments(layout, cuda::WholeOf(layout), input, output, /*is_added=*/false, is_valid);
+    cuda::MakeDecodeArguments(layout, input, output, /*is_added=*/false, is_valid);
     QueueDecoding(is_valid, stream, [=] { zcomm::Decode(layout, input, output, 1); });
   }
   void DecodeSum(const MessageLayout& layout, const ConstMessages& input, const MutableRows& output, float divisor,
                  std::int32_t* is_valid, Stream stream) override {
-    cuda::MakeDecodeSumArguments(layout, cuda::WholeOf(layout), input, output, divisor, is_valid);
+    cuda::MakeDecodeSumArguments(layout, input, output, divisor, is_valid);
     QueueDecoding(is_valid, stream, [=] { zcomm::DecodeSum(layout, input, output, divisor, 1); });
   }
   void DecodeSumRequantize(const MessageLayout& layout, const ConstMessages& input, const MessageLayout& out_layout,
                            const MutableMessages& output, const Expected& expected, std::int32_t* is_valid,
                            Stream stream) override {
-    cuda::CheckRequantized(layout, out_layout, output);
+    CheckRequantized(layout, out_layout, output);
     if (IsBlockCodec(out_layout.codec)) {
-      cuda::MakeRequantizeArguments(layout, cuda::WholeOf(layout), input, out_layout, output, nullptr, is_valid,
-                                    expected);
+      cuda::MakeRequantizeArguments(layout, input, out_layout, output, nullptr, is_valid, expected);
     }
     QueueDecoding(is_valid, stream, [=] {
       ClearExpected(out_layout, expected, output);

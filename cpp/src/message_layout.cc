@@ -94,6 +94,15 @@ void CheckMessages(const MessageLayout& layout, const ConstMessages& messages, c
               "' stride must be at least a message: stride=", messages.stride_nbytes, ", nbytes=", layout.nbytes);
 }
 
+void CheckRequantized(const MessageLayout& layout, const MessageLayout& out_layout, const MutableMessages& output) {
+  ZCOMM_CHECK(out_layout.num_segments == 1 && out_layout.segment_numel == layout.segment_numel &&
+                  output.count == layout.num_segments,
+              "each segment must become one message: out num_segments=", out_layout.num_segments,
+              ", out segment_numel=", out_layout.segment_numel, ", segment_numel=", layout.segment_numel,
+              ", out messages=", output.count, ", num_segments=", layout.num_segments);
+  CheckMessages(out_layout, AsConst(output), "output");
+}
+
 void CheckThreads(std::size_t num_threads) {
   ZCOMM_CHECK(num_threads >= 1, "num_threads must be at least 1: num_threads=", num_threads);
 }

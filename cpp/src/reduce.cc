@@ -37,12 +37,7 @@ void DecodeSum(const MessageLayout& layout, const ConstMessages& input, const Mu
 void DecodeSumRequantize(const MessageLayout& layout, const ConstMessages& input, const MessageLayout& out_layout,
                          const MutableMessages& output, const Draw* draw, std::size_t num_threads) {
   CheckInput(layout, input, num_threads);
-  ZCOMM_CHECK(out_layout.num_segments == 1 && out_layout.segment_numel == layout.segment_numel &&
-                  output.count == layout.num_segments,
-              "each segment must become one message: out num_segments=", out_layout.num_segments,
-              ", out segment_numel=", out_layout.segment_numel, ", segment_numel=", layout.segment_numel,
-              ", out messages=", output.count, ", num_segments=", layout.num_segments);
-  CheckMessages(out_layout, AsConst(output), "output");
+  CheckRequantized(layout, out_layout, output);
   CheckTrailers(layout, input);
   const BlockKernels& kernels = ActiveKernels();
   // Whole blocks of the output, and at least a whole block of the input, which a rotation needs.

@@ -114,23 +114,6 @@ void RunRequantize(const RequantizeArguments& a, Random* random) {
   });
 }
 
-// The whole, or two or three ranges in a random order.
-std::vector<Range> Ranges(std::size_t numel, std::size_t multiple, Random* random) {
-  std::vector<Range> ranges;
-  std::size_t begin = 0;
-  while (begin < numel && ranges.size() < 2 && random->Below(2) == 1) {
-    const std::size_t most = (numel - begin) / multiple;
-    const std::size_t end = begin + multiple * random->Below(static_cast<std::uint32_t>(most + 1));
-    ranges.push_back({begin, end});
-    begin = end;
-  }
-  ranges.push_back({begin, numel});
-  if (random->Below(2) == 1) std::reverse(ranges.begin(), ranges.end());
-  return ranges;
-}
-
-std::size_t MultipleOf(const MessageLayout& layout) { return std::max<std::size_t>(layout.block, 256); }
-
 struct Case {
   Codec codec;
   DType dtype;
@@ -190,12 +173,10 @@ void CheckQuantize(const Case& c, Kind kind, Random* random) {
   const ConstRows input{c.dtype, x.data(), message_stride, segment_stride};
   const MutableMessages output{got.data(), stride, c.num_messages, kHash};
   const Bounds bounds(input, c, c.num_messages, layout, got.data(), stride);
-  for (const Range& range : Ranges(c.segment_numel, MultipleOf(layout), random)) {
-    if (IsBlockCodec(c.codec)) {
-      RunQuantize(MakeQuantizeArguments(layout, range, input, nullptr, nullptr, output), random);
-    } else {
-      RunDecode(MakeCastArguments(layout, range, input, output), random);
-    }
+  if (IsBlockCodec(c.codec)) {
+    RunQuantize(MakeQuantizeArguments(layout, input, nullptr, nullptr, output), random);
+  } else {
+    RunDecode(MakeCastArguments(layout, input, output), random);
   }
   QuantizeRef(layout, input, {expected.data(), stride, c.num_messages, kHash}, nullptr);
   for (std::size_t i = 0; i < c.num_messages; ++i) {
@@ -238,10 +219,8 @@ void CheckDecode(const Case& c, Kind kind, Random* random) {
   std::int32_t is_valid = 1;
   const Bounds bounds({c.dtype, got.data(), message_stride, segment_stride}, c, c.num_messages, layout, messages.data(),
                       stride, &is_valid);
-  for (const Range& range : Ranges(c.segment_numel, MultipleOf(layout), random)) {
-    const MutableRows output{c.dtype, got.data(), message_stride, segment_stride};
-    RunDecode(MakeDecodeArguments(layout, range, input, output, is_added, &is_valid), random);
-  }
+  const MutableRows output{c.dtype, got.data(), message_stride, segment_stride};
+  RunDecode(MakeDecodeArguments(layout, input, output, is_added, &is_valid), random);
   EXPECT(is_valid == 1, "messages of the right hash");
   if (!is_added) {
     DecodeRef(layout, input, {c.dtype, expected.data(), message_stride, segment_stride});
@@ -272,10 +251,8 @@ void CheckDecodeSum(const Case& c, Kind kind, Random* random) {
   const ConstMessages input{messages.data(), stride, c.num_messages, kHash};
   const auto divisor = static_cast<float>(1 + random->Below(4));
   const Bounds bounds({c.dtype, got.data(), 0, segment_stride}, c, 1, layout, messages.data(), stride);
-  for (const Range& range : Ranges(c.segment_numel, MultipleOf(layout), random)) {
-    const MutableRows output{c.dtype, got.data(), 0, segment_stride};
-    RunDecode(MakeDecodeSumArguments(layout, range, input, output, divisor, nullptr), random);
-  }
+  const MutableRows output{c.dtype, got.data(), 0, segment_stride};
+  RunDecode(MakeDecodeSumArguments(layout, input, output, divisor, nullptr), random);
   DecodeSumRef(layout, input, {c.dtype, expected.data(), 0, segment_stride}, divisor);
   ExpectSameElements(c.dtype, got.data(), expected.data(), numel, "DecodeSum");
 }
@@ -290,11 +267,8 @@ void CheckRequantize(const Case& c, Codec out_codec, std::size_t out_block, Kind
   Buffer got(c.num_segments * out_stride, 0);
   Buffer expected(c.num_segments * out_stride, 0);
   const ConstMessages input{messages.data(), stride, c.num_messages, kHash};
-  const std::size_t multiple = std::max(MultipleOf(layout), MultipleOf(out_layout));
-  for (const Range& range : Ranges(c.segment_numel, multiple, random)) {
-    const MutableMessages output{got.data(), out_stride, c.num_segments, kOutHash};
-    RunRequantize(MakeRequantizeArguments(layout, range, input, out_layout, output, nullptr, nullptr), random);
-  }
+  const MutableMessages output{got.data(), out_stride, c.num_segments, kOutHash};
+  RunRequantize(MakeRequantizeArguments(layout, input, out_layout, output, nullptr, nullptr), random);
   DecodeSumRequantizeRef(layout, input, out_layout, {expected.data(), out_stride, c.num_segments, kOutHash}, nullptr);
   ExpectSameBytes(got, expected, c, "DecodeSumRequantize");
 }
@@ -372,10 +346,8 @@ void CheckResidual(const Case& c, Kind kind, Random* random) {
     for (std::size_t i = 0; i < numel; ++i) values[i] = LoadElement(c.dtype, x.data(), i);
     const Residual residual = got_rows.view(beta);
     const ConstRows input{c.dtype, x.data(), layout.numel(), layout.segment_numel};
-    for (const Range& range : Ranges(c.segment_numel, MultipleOf(layout), random)) {
-      const MutableMessages output{got.data(), layout.nbytes, c.num_messages, kHash};
-      RunQuantize(MakeQuantizeArguments(layout, range, input, nullptr, &residual, output), random);
-    }
+    const MutableMessages output{got.data(), layout.nbytes, c.num_messages, kHash};
+    RunQuantize(MakeQuantizeArguments(layout, input, nullptr, &residual, output), random);
     ReferenceWithResidual(layout, &values, beta, c.num_messages, expected.data(), layout.nbytes, kHash, &rows);
     ExpectSameBytes(got, expected, c, "Quantize with a residual");
     ExpectSameResiduals(got_rows, rows, c);
@@ -389,16 +361,13 @@ void CheckRequantizeWithResidual(const Case& c, Codec out_codec, std::size_t out
   ResidualRows rows(c.num_segments, c.segment_numel);
   Buffer got(c.num_segments * out_layout.nbytes, 0);
   Buffer expected(c.num_segments * out_layout.nbytes, 0);
-  const std::size_t multiple = std::max(MultipleOf(layout), MultipleOf(out_layout));
   for (int step = 0; step < 2; ++step) {
     Buffer messages(c.num_messages * layout.nbytes, 0);
     FillMessages(layout, layout.nbytes, c.num_messages, kind, random, &messages);
     const ConstMessages input{messages.data(), layout.nbytes, c.num_messages, kHash};
     const Residual residual = got_rows.view(1.0F);
-    for (const Range& range : Ranges(c.segment_numel, multiple, random)) {
-      const MutableMessages output{got.data(), out_layout.nbytes, c.num_segments, kOutHash};
-      RunRequantize(MakeRequantizeArguments(layout, range, input, out_layout, output, &residual, nullptr), random);
-    }
+    const MutableMessages output{got.data(), out_layout.nbytes, c.num_segments, kOutHash};
+    RunRequantize(MakeRequantizeArguments(layout, input, out_layout, output, &residual, nullptr), random);
     std::vector<float> sums(layout.numel());
     DecodeSumRef(layout, input, {DType::kFloat32, sums.data(), 0, layout.segment_numel}, 1.0F);
     ReferenceWithResidual(out_layout, &sums, 1.0F, c.num_segments, expected.data(), out_layout.nbytes, kOutHash, &rows);
@@ -422,7 +391,7 @@ void CheckDelta(const Case& c, DType held_dtype, Kind kind, Random* random) {
   const ConstRows input{c.dtype, x.data(), 0, 0};
   const ConstRows held_rows{held_dtype, held.data(), 0, 0};
   const MutableMessages output{got.data(), layout.nbytes, 1, kHash};
-  RunQuantize(MakeQuantizeArguments(layout, WholeOf(layout), input, &held_rows, nullptr, output), random);
+  RunQuantize(MakeQuantizeArguments(layout, input, &held_rows, nullptr, output), random);
   QuantizeRef(layout, {DType::kFloat32, difference.data(), 0, 0}, {expected.data(), layout.nbytes, 1, kHash}, nullptr);
   ExpectSameBytes(got, expected, c, "Quantize of a difference");
 }
@@ -538,9 +507,7 @@ void CheckEdgesOfCodes() {
     Buffer got(layout.nbytes, 0);
     Buffer expected(layout.nbytes, 0);
     const ConstRows input{DType::kFloat32, x.data(), 0, 0};
-    RunQuantize(
-        MakeQuantizeArguments(layout, WholeOf(layout), input, nullptr, nullptr, {got.data(), layout.nbytes, 1, kHash}),
-        &random);
+    RunQuantize(MakeQuantizeArguments(layout, input, nullptr, nullptr, {got.data(), layout.nbytes, 1, kHash}), &random);
     QuantizeRef(layout, input, {expected.data(), layout.nbytes, 1, kHash}, nullptr);
     ExpectSameBytes(got, expected, {codec, DType::kFloat32, 8, 1, 1, x.size()}, "edges");
   }
@@ -562,9 +529,7 @@ void CheckLargestOfBlocks() {
     Buffer got(layout.nbytes, 0);
     Buffer expected(layout.nbytes, 0);
     const ConstRows input{DType::kFloat32, x.data(), 0, 0};
-    RunQuantize(
-        MakeQuantizeArguments(layout, WholeOf(layout), input, nullptr, nullptr, {got.data(), layout.nbytes, 1, kHash}),
-        &random);
+    RunQuantize(MakeQuantizeArguments(layout, input, nullptr, nullptr, {got.data(), layout.nbytes, 1, kHash}), &random);
     QuantizeRef(layout, input, {expected.data(), layout.nbytes, 1, kHash}, nullptr);
     ExpectSameBytes(got, expected, {codec, DType::kFloat32, 8, 1, 1, x.size()}, "largest");
   }
@@ -587,8 +552,7 @@ void CheckExpected() {
       const MutableMessages written{messages.data() + own * layout.nbytes, layout.nbytes, 1, kHash};
       QuantizeRef(layout, input, {expected.data() + own * layout.nbytes, layout.nbytes, 1, kHash}, nullptr);
       const Expected expected_messages{messages.data(), count};
-      RunQuantize(MakeQuantizeArguments(layout, WholeOf(layout), input, nullptr, nullptr, written, expected_messages),
-                  &random);
+      RunQuantize(MakeQuantizeArguments(layout, input, nullptr, nullptr, written, expected_messages), &random);
       EXPECT(std::memcmp(messages.data(), expected.data(), nbytes) == 0, "codec %d, %zu messages, own %zu",
              static_cast<int>(codec), count, own);
 
@@ -596,8 +560,8 @@ void CheckExpected() {
       messages.CopyFrom(again);
       Buffer summed(layout.nbytes, 0);
       QuantizeRef(layout, input, {summed.data(), layout.nbytes, 1, kHash}, nullptr);
-      RunRequantize(MakeRequantizeArguments(layout, WholeOf(layout), {summed.data(), layout.nbytes, 1, kHash}, layout,
-                                            written, nullptr, nullptr, expected_messages),
+      RunRequantize(MakeRequantizeArguments(layout, {summed.data(), layout.nbytes, 1, kHash}, layout, written, nullptr,
+                                            nullptr, expected_messages),
                     &random);
       for (std::size_t i = 0; i < count; ++i) {
         const std::uint8_t* at = messages.data() + i * layout.nbytes + layout.trailer_offset();
@@ -609,7 +573,7 @@ void CheckExpected() {
   Buffer messages(layout.nbytes, 0);
   const std::vector<float> x(40, 1.0F);
   const std::string error = MessageOfThrow([&] {
-    MakeQuantizeArguments(layout, WholeOf(layout), {DType::kFloat32, x.data(), 0, 0}, nullptr, nullptr,
+    MakeQuantizeArguments(layout, {DType::kFloat32, x.data(), 0, 0}, nullptr, nullptr,
                           {messages.data(), layout.nbytes, 1, kHash}, {messages.data() + 8, 1});
   });
   EXPECT(Contains(error, "must begin at a multiple of 16 bytes: count=1"), "%s", error.c_str());
@@ -637,9 +601,8 @@ void CheckRefusedSums() {
           static_cast<std::uint8_t>(1U << bit % 8);
       std::int32_t is_valid = 1;
       const bool has_flag = random.Below(2) == 0;
-      RunRequantize(MakeRequantizeArguments(layout, WholeOf(layout), input, out_layout,
-                                            {out.data(), out_layout.nbytes, 5, kOutHash}, nullptr,
-                                            has_flag ? &is_valid : nullptr),
+      RunRequantize(MakeRequantizeArguments(layout, input, out_layout, {out.data(), out_layout.nbytes, 5, kOutHash},
+                                            nullptr, has_flag ? &is_valid : nullptr),
                     &random);
       EXPECT(is_valid == (has_flag ? 0 : 1), "codec %d, %zu messages", static_cast<int>(codec), count);
       for (std::size_t i = 0; i < 5; ++i) {
@@ -681,12 +644,12 @@ void ExpectCounts(const Counts& expected, const char* what, DType dtype, Codec c
 }
 
 // Whole tiles move in the widest accesses, wherever they start: anything else would be slow on a GPU. Only the two ends
-// of a tile that starts inside a word, one word together, move element by element.
+// of a tile that starts inside a word, one word together, move element by element, and so does a row's last tile of one
+// element.
 void CheckWidths(DType dtype, Codec codec, std::size_t shift) {
   Random random(8);
   const std::size_t item = ItemSize(dtype);
   const std::size_t bits = CodeBits(codec);
-  const Range tiles{0, 2048};
   const MessageLayout layout = MakeMessageLayout(codec, 256, 2, 2049);  // the second row begins elsewhere
   Buffer x(2 * 2049 * item, shift);
   FillArray(dtype, Kind::kPlain, &random, &x);
@@ -694,24 +657,27 @@ void CheckWidths(DType dtype, Codec codec, std::size_t shift) {
   Counts expected{};
   for (const std::size_t row : {0, 1}) {
     const std::size_t of_array = (shift + row * 2049 * item) % 16 != 0 ? 2 : 0;
-    const std::size_t of_codes = CodesOfRange(layout, row, tiles).offset % bits != 0 ? 2 : 0;
+    const std::size_t of_codes = (layout.codes_offset + row * layout.segment_codes_nbytes) % bits != 0 ? 2 : 0;
     expected[16] += 2048 * item / 16 - of_array;
-    expected[item] += of_array * 16 / item;
+    expected[item] += of_array * 16 / item + 1;
     expected[bits] += 2048 / 8 - of_codes;
-    expected[1] += of_codes * bits;
+    expected[1] += of_codes * bits + 1;
   }
+  const std::size_t num_headers = 2 * layout.blocks_per_segment;
   Counts with_headers = expected;
-  with_headers[2] += 2 * 2048 / 256;
+  with_headers[2] += num_headers;
+  with_headers[1] += layout.trailer_offset() - 2 * num_headers - 2 * layout.segment_codes_nbytes;  // padding
+  with_headers[4] += kTrailerNbytes / 4;
   EmulatedWarp::num_accesses = {};
-  RunQuantize(MakeQuantizeArguments(layout, tiles, {dtype, x.data(), 0, 2049}, nullptr, nullptr,
+  RunQuantize(MakeQuantizeArguments(layout, {dtype, x.data(), 0, 2049}, nullptr, nullptr,
                                     {message.data(), layout.nbytes, 1, kHash}),
               &random);
   ExpectCounts(with_headers, "quantize", dtype, codec, shift);
   with_headers = expected;
-  with_headers[2] += 2 * 2048 / 8;
+  with_headers[2] += 2 * (2048 / 8 + 1);
   EmulatedWarp::num_accesses = {};
-  RunDecode(MakeDecodeArguments(layout, tiles, {message.data(), layout.nbytes, 1, kHash}, {dtype, x.data(), 0, 2049},
-                                false, nullptr),
+  RunDecode(MakeDecodeArguments(layout, {message.data(), layout.nbytes, 1, kHash}, {dtype, x.data(), 0, 2049}, false,
+                                nullptr),
             &random);
   ExpectCounts(with_headers, "decode", dtype, codec, shift);
 }
@@ -733,45 +699,33 @@ void CheckTrailersAndArguments() {
   const ConstMessages input{messages.data(), layout.nbytes, 40, kHash};
   const MutableRows rows{DType::kFloat32, out, 0, 1024};
   std::int32_t is_valid = 1;
-  RunDecode(MakeDecodeSumArguments(layout, WholeOf(layout), input, rows, 1.0F, &is_valid), &random);
+  RunDecode(MakeDecodeSumArguments(layout, input, rows, 1.0F, &is_valid), &random);
   EXPECT(is_valid == 1, "40 right trailers");
   messages.data()[36 * layout.nbytes + layout.trailer_offset()] ^= 1;
-  RunDecode(MakeDecodeSumArguments(layout, {0, 512}, input, rows, 1.0F, &is_valid), &random);
-  EXPECT(is_valid == 1, "a range that does not reach the end checks nothing");
-  RunDecode(MakeDecodeSumArguments(layout, {512, 1024}, input, rows, 1.0F, &is_valid), &random);
+  RunDecode(MakeDecodeSumArguments(layout, input, rows, 1.0F, &is_valid), &random);
   EXPECT(is_valid == 0, "message 36 has another hash");
 
-  const auto decode = [&](const MessageLayout& of, const Range& range) {
-    return MessageOfThrow([&] { MakeDecodeSumArguments(of, range, input, rows, 1.0F, nullptr); });
+  const auto decode = [&](const MessageLayout& of) {
+    return MessageOfThrow([&] { MakeDecodeSumArguments(of, input, rows, 1.0F, nullptr); });
   };
-  EXPECT(Contains(decode(layout, {0, 2048}), "end=2048"), "beyond the segment");
-  EXPECT(Contains(decode(layout, {128, 1024}), "begin=128"), "within a block");
-  EXPECT(Contains(decode(MakeMessageLayout(Codec::kInt8, 30, 1, 1024), {0, 1024}), "block=30"), "block");
-  EXPECT(Contains(decode(MakeMessageLayout(Codec::kInt8Asym, 64, 1, 1024), {0, 1024}), "codec=8"), "codec");
+  EXPECT(Contains(decode(MakeMessageLayout(Codec::kInt8, 30, 1, 1024)), "block=30"), "block");
+  EXPECT(Contains(decode(MakeMessageLayout(Codec::kInt8Asym, 64, 1, 1024)), "codec=8"), "codec");
   EXPECT(!Serves(MakeMessageLayout(Codec::kInt8, 64, 1, 64, true)), "rotated");
   const auto requantize = [&](const MessageLayout& out_layout, std::size_t count) {
     return MessageOfThrow([&] {
-      MakeRequantizeArguments(layout, WholeOf(layout), input, out_layout,
-                              {messages.data(), layout.nbytes, count, kOutHash}, nullptr, nullptr);
+      MakeRequantizeArguments(layout, input, out_layout, {messages.data(), layout.nbytes, count, kOutHash}, nullptr,
+                              nullptr);
     });
   };
   EXPECT(Contains(requantize(layout, 2), "out messages=2"), "a message for each segment");
   EXPECT(Contains(requantize(MakeMessageLayout(Codec::kInt8, 64, 2, 1024), 1), "out num_segments=2"), "segments");
   const Residual odd{reinterpret_cast<std::int8_t*>(out) + 4, reinterpret_cast<std::uint16_t*>(out), 256, 1, 1.0F};
   EXPECT(Contains(MessageOfThrow([&] {
-                    MakeQuantizeArguments(layout, WholeOf(layout), {DType::kFloat32, out, 0, 1024}, nullptr, &odd,
+                    MakeQuantizeArguments(layout, {DType::kFloat32, out, 0, 1024}, nullptr, &odd,
                                           {messages.data(), layout.nbytes, 1, kHash});
                   }),
                   "aligned"),
          "residual");
-}
-
-void CheckBytesOfRanges() {
-  const MessageLayout layout = MakeMessageLayout(Codec::kInt4, 128, 2, 1001);
-  const Bytes headers = HeadersOfRange(layout, 1, {256, 1001});
-  const Bytes codes = CodesOfRange(layout, 1, {256, 1001});
-  EXPECT(headers.offset == 2 * (8 + 2) && headers.nbytes == 2 * 6, "%zu %zu", headers.offset, headers.nbytes);
-  EXPECT(codes.offset == 32 + 501 + 128 && codes.nbytes == 501 - 128, "%zu %zu", codes.offset, codes.nbytes);
 }
 
 }  // namespace
@@ -781,7 +735,6 @@ int main() {
   zcomm::cuda::CheckExpected();
   zcomm::cuda::CheckRefusedSums();
   zcomm::cuda::CheckDivisor();
-  zcomm::cuda::CheckBytesOfRanges();
   zcomm::cuda::CheckAllWidths();
   zcomm::cuda::CheckMisaligned();
   zcomm::cuda::CheckTrailersAndArguments();

@@ -40,6 +40,17 @@ std::string MessageOfThrow(const Call& call) {
   return "";
 }
 
+// The message of the std::runtime_error that `call` throws; empty when it throws none.
+template <class Call>
+std::string RuntimeErrorOf(const Call& call) {
+  try {
+    call();
+  } catch (const std::runtime_error& error) {
+    return error.what();
+  }
+  return "";
+}
+
 inline bool Contains(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
 
 class Random {

@@ -18,37 +18,6 @@ namespace zcomm::cuda {
 // A cudaStream_t. nullptr is the default stream.
 using Stream = void*;
 
-// The elements [begin, end) of every segment of every message of the call. `begin` is a multiple of 256 and of each
-// block of the call; so is `end`, unless it is segment_numel. Launches over ranges that together cover
-// [0, segment_numel), in any order and on any streams, write the same bytes as one launch over all of it. A range
-// covers the headers and codes of its blocks (HeadersOfRange, CodesOfRange). The range that ends at segment_numel also
-// writes, or checks, the messages' padding and trailers.
-struct Range {
-  std::size_t begin;
-  std::size_t end;
-};
-
-inline Range WholeOf(const MessageLayout& layout) { return {0, layout.segment_numel}; }
-
-// Where the bytes of `range` of segment `segment` lie in a message of a block codec. Padding and trailer belong to
-// neither.
-struct Bytes {
-  std::size_t offset;
-  std::size_t nbytes;
-};
-
-inline Bytes HeadersOfRange(const MessageLayout& layout, std::size_t segment, const Range& range) {
-  const std::size_t first = segment * layout.blocks_per_segment + range.begin / layout.block;
-  const std::size_t count = (range.end - range.begin + layout.block - 1) / layout.block;
-  return {first * HeaderNbytes(layout.codec), count * HeaderNbytes(layout.codec)};
-}
-
-inline Bytes CodesOfRange(const MessageLayout& layout, std::size_t segment, const Range& range) {
-  const std::size_t bits = CodeBits(layout.codec);
-  const std::size_t first = range.begin * bits / 8;
-  return {layout.codes_offset + segment * layout.segment_codes_nbytes + first, (range.end * bits + 7) / 8 - first};
-}
-
 // The error-feedback residual (N10 of zcomm/_formats/reference.py), in int8 blocks of 256. Row i * num_segments + s
 // belongs to segment s of message i. The row, times beta, is added to the segment before it is encoded; then what the
 // encoding loses replaces the row, except in blocks that are not finite. Element e of the segment is element e of the
@@ -79,28 +48,28 @@ bool Serves(const MessageLayout& layout);
 
 // Encodes `input`, or RN(input - held) if `held` is not null; `held` has input's strides and its own dtype. `residual`
 // may be null. `residual` and `expected` need a block codec.
-void Quantize(const MessageLayout& layout, const Range& range, const ConstRows& input, const ConstRows* held,
-              const Residual* residual, const MutableMessages& output, Stream stream, const Expected& expected = {});
+void Quantize(const MessageLayout& layout, const ConstRows& input, const ConstRows* held, const Residual* residual,
+              const MutableMessages& output, Stream stream, const Expected& expected = {});
 
 // The calls below cannot throw for what only the GPU reads. Where a message's hash differs from input.layout_hash, they
 // set `is_valid` (an int32 in device memory, or null) to 0. The values in `output` are then meaningless; nothing
 // outside `output` is written.
 
 // Writes values into `output`; with `is_added`, RN(output + value) replaces output.
-void Decode(const MessageLayout& layout, const Range& range, const ConstMessages& input, const MutableRows& output,
-            bool is_added, std::int32_t* is_valid, Stream stream);
+void Decode(const MessageLayout& layout, const ConstMessages& input, const MutableRows& output, bool is_added,
+            std::int32_t* is_valid, Stream stream);
 
 // Sums the messages in their order and divides by `divisor`. output.message_stride is unused.
-void DecodeSum(const MessageLayout& layout, const Range& range, const ConstMessages& input, const MutableRows& output,
-               float divisor, std::int32_t* is_valid, Stream stream);
+void DecodeSum(const MessageLayout& layout, const ConstMessages& input, const MutableRows& output, float divisor,
+               std::int32_t* is_valid, Stream stream);
 
 // Segment s of the sum becomes message s of `output`, whose layout has one segment of layout.segment_numel. `residual`
 // may be null; its row s belongs to message s. If an input message is refused, the messages of `output` get zero
 // trailers, with or without `is_valid`: otherwise the ranks that receive them would accept the meaningless sum, as only
 // this rank has the flag.
-void DecodeSumRequantize(const MessageLayout& layout, const Range& range, const ConstMessages& input,
-                         const MessageLayout& out_layout, const MutableMessages& output, const Residual* residual,
-                         std::int32_t* is_valid, Stream stream, const Expected& expected = {});
+void DecodeSumRequantize(const MessageLayout& layout, const ConstMessages& input, const MessageLayout& out_layout,
+                         const MutableMessages& output, const Residual* residual, std::int32_t* is_valid, Stream stream,
+                         const Expected& expected = {});
 
 // The changes of zcomm/ulps.h: the same bytes. They cannot refuse by an exception what they find on the device, and a
 // message's length is known on the device alone: in its head, as zcomm/ulps.h reads it.

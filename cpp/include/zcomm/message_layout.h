@@ -114,6 +114,8 @@ void CheckTrailers(const MessageLayout& layout, const ConstMessages& messages);
 // is at least one thread. Throw std::invalid_argument, which names the argument by `name`.
 void CheckRows(const MessageLayout& layout, const ConstRows& rows, const char* name);
 void CheckMessages(const MessageLayout& layout, const ConstMessages& messages, const char* name);
+// CheckMessages for `output`, of `out_layout`, which must also have one message for each segment of `layout`.
+void CheckRequantized(const MessageLayout& layout, const MessageLayout& out_layout, const MutableMessages& output);
 void CheckThreads(std::size_t num_threads);
 
 inline ConstRows AsConst(const MutableRows& rows) {
