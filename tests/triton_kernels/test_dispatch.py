@@ -4,9 +4,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,25 +11,13 @@ from typing import Any
 import pytest
 import torch
 
+from tests.processes import run_python
 from zcomm._formats import codec_nf4
 from zcomm._formats.formats import FORMATS, get_format
 from zcomm._formats.message import layout_of
 from zcomm._kernels import on_triton
 from zcomm.errors import BackendUnavailableError
 from zcomm.triton_kernels import _run, codecs, kernels, launch, unavailable_reason
-
-ROOT = Path(__file__).parents[2]
-
-
-def _run_python(script: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", script],
-        env=os.environ | variables,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
 
 
 def test_cpu_tensors_need_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,13 +39,13 @@ def test_cpu_tensors_are_served_by_others(setting: str, monkeypatch: pytest.Monk
 def test_without_triton_the_reason_names_the_remedy() -> None:
     hidden = "import sys; sys.modules['triton'] = None; import importlib.util as u; find = u.find_spec; "
     hidden += "u.find_spec = lambda name, *a: None if name == 'triton' else find(name, *a); "
-    done = _run_python(hidden + "from zcomm._kernels import on_triton; print(on_triton.unavailable_reason('cuda'))")
+    done = run_python(hidden + "from zcomm._kernels import on_triton; print(on_triton.unavailable_reason('cuda'))")
     assert done.stdout == "Triton is not installed: pip install 'zcomm-zero[triton]'\n", done.stderr
     assert unavailable_reason("xpu") == "there are none for xpu tensors"
 
 
 def test_importing_zcomm_does_not_import_triton() -> None:
-    done = _run_python("import sys, zcomm; print('triton' in sys.modules)")
+    done = run_python("import sys, zcomm; print('triton' in sys.modules)")
     assert done.stdout == "False\n", done.stderr
 
 

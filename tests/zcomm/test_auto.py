@@ -5,11 +5,10 @@
 from __future__ import annotations
 
 import json
-import os
 import statistics
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ import torch.distributed as dist
 
 import zcomm
 from tests.ranks import run_ranks
+from tests.variables import variables
 from zcomm import ConfigError, Topology, ZcommError, cli
 from zcomm._base import env
 from zcomm._bench.probe import choose_confirmed, choose_fastest
@@ -44,15 +44,8 @@ def _file(tmp_path: Path, choices: dict[str, Any] = CHOICES, device: str = "cpu"
 @contextmanager
 def _topology_with(path: str) -> Iterator[Topology]:
     """A Topology of two nodes on ranks whose ``ZCOMM_PROBE`` is ``path``."""
-    os.environ["ZCOMM_PROBE"] = path
-    env.forget()
-    t = Topology(ranks_per_node=2)
-    try:
+    with variables(ZCOMM_PROBE=path), closing(Topology(ranks_per_node=2)) as t:
         yield t
-    finally:
-        t.close()
-        del os.environ["ZCOMM_PROBE"]
-        env.forget()
 
 
 def _sent_formats(call: Any) -> set[tuple[str, str]]:

@@ -15,7 +15,9 @@ import torch
 import zcomm
 from tests.forks import run_on_forks
 from tests.ranks import device_mesh, run_ranks
+from tests.variables import variables
 from zcomm import FormatError, LayoutError, MessageError, Topology, TopologyError, functional
+from zcomm._base import env
 
 ONE = Topology.single()
 
@@ -171,14 +173,9 @@ def test_damaged_message_is_refused_with_checks_on(tmp_path: Path) -> None:
         assert ("refused: a message was damaged" in printed) == is_refused
 
 
-def test_wrong_environment_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    from zcomm._base import env
-
-    env.forget()
-    monkeypatch.setenv("ZCOMM_KERNELS", "fast")
-    with pytest.raises(zcomm.ConfigError, match="ZCOMM_KERNELS=fast"):
+def test_wrong_environment_is_named() -> None:
+    with variables(ZCOMM_KERNELS="fast"), pytest.raises(zcomm.ConfigError, match="ZCOMM_KERNELS=fast"):
         env.value("ZCOMM_KERNELS")
-    env.forget()
 
 
 def test_message_error_is_a_zcomm_error() -> None:

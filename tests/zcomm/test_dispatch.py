@@ -4,9 +4,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.forks import run_on_forks
+from tests.processes import ROOT, run_python
 from tests.zcomm import oracle
 from tests.zcomm.data import mixture, same_values
 from tests.zcomm.oracle import Wire
@@ -30,7 +28,6 @@ from zcomm._formats.message import MessageLayout, layout_of
 from zcomm._kernels import kernels, on_cuda
 from zcomm.errors import BackendUnavailableError
 
-ROOT = Path(__file__).parents[2]
 ALL_OPERATIONS = """
 import torch, zcomm
 from tests.zcomm.oracle import Wire
@@ -60,17 +57,6 @@ for name in ("int8", "int4"):
                 assert same_values(got, expected), (name, dtype, numel)
 print("equal")
 """
-
-
-def _run(script: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", script],
-        env=os.environ | variables,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
 
 
 @pytest.mark.parametrize("isa", _native.build_info()["isa_levels"])
@@ -112,9 +98,9 @@ def test_missing_native_kernels() -> None:
     script = "import sys; sys.modules['zcomm._native'] = None\nimport torch, zcomm\n"
     call = "x, out = torch.full((8,), 127.0), torch.empty(8)\n"
     call += "zcomm.all_gather_single(out, x, zcomm.Topology.single(), format='int8')\n"
-    done = _run(script + call + "print(out.tolist())", ZCOMM_KERNELS="auto")
+    done = run_python(script + call + "print(out.tolist())", ZCOMM_KERNELS="auto")
     assert "[127.0" in done.stdout, done.stderr
-    done = _run(script + call, ZCOMM_KERNELS="native")
+    done = run_python(script + call, ZCOMM_KERNELS="native")
     assert "BackendUnavailableError: ZCOMM_KERNELS=native, but the native module is not built" in done.stderr
     assert "pip install" in done.stderr
     assert issubclass(BackendUnavailableError, RuntimeError)

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,8 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 import zcomm
 from tests.nccl_job import nccl_alone
 from tests.ranks import run_ranks
+from tests.variables import variables
 from zcomm import Topology, functional
-from zcomm._base import env
 from zcomm._kernels import kernels
 from zcomm._transport import backend, backend_choice, route
 from zcomm.errors import BackendUnavailableError, ConfigError
@@ -107,9 +106,7 @@ def _ddp() -> DistributedDataParallel:
 
 
 def _check_installations(rank: int, probe: str) -> None:
-    os.environ["ZCOMM_PROBE"] = probe if rank == 0 else "/no/such/file"
-    env.forget()
-    try:
+    with variables(ZCOMM_PROBE=probe if rank == 0 else "/no/such/file"):
         ddp, t = _ddp(), Topology(ranks_per_node=1, kernels="reference")
         with pytest.raises(BackendUnavailableError, match=r"does not serve this install_ddp: .* got device=cpu"):
             zcomm.install_ddp(ddp, backend="nccl")
@@ -126,9 +123,6 @@ def _check_installations(rank: int, probe: str) -> None:
         assert {row.format for row in report.rows} >= {"int8,int4 back int8"}
         installed.uninstall()
         t.close()
-    finally:
-        del os.environ["ZCOMM_PROBE"]
-        env.forget()
 
 
 def _check_two_ranks(rank: int, probe: str) -> None:

@@ -19,7 +19,6 @@ from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -28,8 +27,8 @@ import zcomm
 import zero
 from tests.nccl_job import nccl_alone
 from tests.ranks import close_pools, ranks_over, run_ranks
+from tests.variables import variables
 from zcomm import DivergedError
-from zcomm._base import env
 from zero import ZeroOptimizer, utils
 from zero._checkpoint import save_model_file
 
@@ -169,16 +168,6 @@ def draws(seed: int, count: int) -> Iterator[Draw]:
         yield Draw(world_size, stage, name, draw.randrange(world_size), draw.randrange(1, 4))
 
 
-@contextmanager
-def diverged_after(seconds: float) -> Iterator[None]:
-    """Set ZCOMM_DIVERGED_AFTER_S within the block."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ZCOMM_DIVERGED_AFTER_S", str(seconds))
-        env.forget()
-        yield
-    env.forget()
-
-
 def training(rank: int, stage: int, folder: str) -> Training:
     """Four equal layers, so that no exchange is recognized as wrong by its size."""
     torch.manual_seed(0)
@@ -197,7 +186,7 @@ def job_of(backend: str) -> Iterator[None]:
 
 def run_draw(rank: int, draw: Draw, folder: str, backend: str = "torch") -> None:
     """Run one case on one rank: raise AssertionError unless the rank gets the named error in time."""
-    with diverged_after(AFTER_S), job_of(backend):
+    with variables(ZCOMM_DIVERGED_AFTER_S=str(AFTER_S)), job_of(backend):
         t = training(rank, draw.stage, folder)
         zero.save_checkpoint(t.optimizer, folder, "all")
         if draw.num_steps % 2:  # a new optimizer: its first save or load makes a process group

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from typing import Any
@@ -54,14 +53,3 @@ def train_late(model: nn.Module, optimizer: Any, rank: int, steps: range, **case
 
 def masters_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: zero.utils.safe_get_full_fp32_param(p).to(p.dtype) for name, p in model.named_parameters()}
-
-
-class Messages(logging.Handler):
-    """Keeps what is logged."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())

@@ -20,7 +20,7 @@ from torch import nn
 
 import zero
 from tests.ranks import close_pools, ranks_over, run_ranks
-from tests.zero.alone import diverged_after
+from tests.variables import variables
 from zcomm._transport.work import Steps
 from zero import ZeroOptimizer, utils
 from zero._checkpoint.dcp import FolderWriter
@@ -244,7 +244,7 @@ def run_slow(rank: int, case: Case, planned: list[Sleep], num_steps: int, bound_
     """On one rank: raise unless every step succeeds, every sleep has happened, and no deadlock was suspected."""
     folder, shortest_s = Path(path), min(sleep.seconds for sleep in planned)
     pause, eventful = Pauses(rank, planned, folder), {sleep.step for sleep in planned}
-    with diverged_after(bound_s), _late_writes(pause):
+    with variables(ZCOMM_DIVERGED_AFTER_S=str(bound_s)), _late_writes(pause):
         job = Job(pause, case, folder)
         pause.watch = watch = job.optimizer.topology.watch
         found, usual = watch.num_deadlocks, watch.period_s

@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import gc
 import itertools
-import logging
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zero
 from tests.ranks import device_mesh, run_ranks
+from tests.zero.logs import logged
 from tests.zero.training import full_values
 from zcomm import ConfigError, IntegrityError, LayoutError, StateError
 from zero import ZeroOptimizer
@@ -323,20 +323,12 @@ def test_mistakes_are_named() -> None:
 
 
 def _check_inactive(rank: int) -> None:
-    records: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("zero")
-    logger.addHandler(handler)
-    try:
-        model = Net(False)
-        with _optimizer(model, {"partition_activations": True}):
-            model(_data(rank, 0)).backward()
-    finally:
-        logger.removeHandler(handler)
-    logged = [text for text in records if "partition_activations" in text]
-    assert len(logged) == (rank == 0)
-    assert all("; inactive: partition_activations (no other rank" in text for text in logged)
+    model = Net(False)
+    with logged() as texts, _optimizer(model, {"partition_activations": True}):
+        model(_data(rank, 0)).backward()
+    said = [text for text in texts if "partition_activations" in text]
+    assert len(said) == (rank == 0)
+    assert all("; inactive: partition_activations (no other rank" in text for text in said)
 
 
 def test_partitioning_without_tensor_parallel_ranks_is_said_once() -> None:

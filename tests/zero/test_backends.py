@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -24,10 +23,10 @@ import zcomm
 import zero
 from tests.nccl_job import nccl_alone
 from tests.ranks import ranks_over, run_ranks
+from tests.variables import variables
 from tests.zero.models import groups_of, new_model
 from tests.zero.training import assert_same_bits, full_values, train
 from zcomm import BackendUnavailableError, ConfigError, Topology
-from zcomm._base import env
 from zcomm._transport import nccl_communicators
 from zcomm._transport.backend import Hop
 from zero import ZeroOptimizer
@@ -173,10 +172,8 @@ def _check_refusals(rank: int, probe: str) -> None:
 
 def _check_automatic_formats(rank: int, probe: str) -> None:
     """Every rank uses the format that the first rank's probe found fastest for the largest exchange."""
-    os.environ["ZCOMM_PROBE"] = probe if rank == 0 else "/no/such/file"
-    env.forget()
     both = {"weight_format": "auto", "gradient_format": "auto", "ranks_per_node": 2}
-    try:
+    with variables(ZCOMM_PROBE=probe if rank == 0 else "/no/such/file"):
         for stage, weights, gradients in (
             (0, "none", None),
             (2, "int8", ("int8", "nf4")),
@@ -194,9 +191,6 @@ def _check_automatic_formats(rank: int, probe: str) -> None:
                 assert "weight_format auto: int8 for " in str(effective)
                 assert "gradient_format auto: int8,nf4 for " in str(effective)
             optimizer.close()
-    finally:
-        del os.environ["ZCOMM_PROBE"]
-        env.forget()
 
 
 def test_what_cannot_be_is_one_error_on_every_rank(tmp_path: Path) -> None:

@@ -5,9 +5,6 @@
 from __future__ import annotations
 
 import copy
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -16,9 +13,9 @@ from torch import Tensor, nn
 
 import zcomm
 from tests.ranks import run_ranks
+from tests.variables import variables
 from tests.zero.training import assert_same_bits, full_values, zero_optimizer
 from zcomm import StateError
-from zcomm._base import env
 from zero import GatheredParameters, ZeroOptimizer
 
 WIDTH = 8
@@ -183,22 +180,12 @@ def test_assigned_memory_is_taken_over_or_refused(stage: int) -> None:
             optimizer.step()
 
 
-@contextmanager
-def _debugging() -> Iterator[None]:
-    os.environ["ZERO_DEBUG"] = "1"
-    env.forget()
-    try:
-        yield
-    finally:
-        del os.environ["ZERO_DEBUG"]
-        env.forget()
-
-
 def _check_lost_change(rank: int, stage: int, dtype: torch.dtype, options: dict[str, Any], is_lost: bool) -> None:  # noqa: FBT001
     model = new_layers(dtype)
     model[2].requires_grad_(False)
     trainable = [*model[0].parameters(), *model[1].parameters()]
-    with _debugging(), zero_optimizer(model, torch.optim.SGD(trainable, lr=0.1), stage=stage, **options) as optimizer:
+    built = zero_optimizer(model, torch.optim.SGD(trainable, lr=0.1), stage=stage, **options)
+    with variables(ZERO_DEBUG="1"), built as optimizer:
         train_once(model, optimizer)
         with GatheredParameters(trainable, modifier_rank=0), torch.no_grad():
             model[1].bias.fill_(rank)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import zero
 from tests.ranks import run_ranks
-from tests.zero.test_delta_hpz import check_nodes_agree, replicas_of, residuals_of
+from tests.zero.deltas import check_nodes_agree, replicas_of, residuals_of
 from tests.zero.training import assert_same_bits, train, zero_optimizer
 from zcomm import StateError, ZcommError
 from zero._modes.delta_hpz import Replica

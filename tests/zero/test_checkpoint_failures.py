@@ -25,6 +25,7 @@ from torch import nn
 
 import zero
 from tests.ranks import run_ranks
+from tests.security.test_untrusted_files import Evil
 from tests.zero.models import groups_of, new_model
 from tests.zero.test_checkpoint import assert_equal_bits, whole_state
 from tests.zero.training import train, zero_optimizer
@@ -297,16 +298,6 @@ def _check_all(rank: int, path: str, stage: int) -> None:
 @pytest.mark.parametrize("stage", [1, 3])
 def test_errors_are_named_the_same_on_all_ranks_and_change_nothing(tmp_path: Path, stage: int) -> None:
     run_ranks(2, _check_all, str(tmp_path), stage)
-
-
-class Evil:
-    """Unpickling it creates a file."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return (Path.touch, (self.path,))
 
 
 def _forge(path: Path, change: Callable[[dict[str, Any]], object]) -> None:

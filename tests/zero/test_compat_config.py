@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch import nn
 
 import zero
 from tests.ranks import run_ranks
+from tests.zero.logs import logged
 from tests.zero.models import batch, loss_of, new_model
 from zcomm import ConfigError
 from zero.compat import engine, sections, spellings
@@ -109,13 +109,9 @@ def test_a_dynamic_loss_scale_is_checked(name: str, value: int) -> None:
 
 
 def _check_notes(rank: int) -> None:
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("zero").addHandler(handler)
     given = {**CONFIG, "optimizer": {**CONFIG["optimizer"], "torch_adam": True}}
-    built = engine.initialize(None, nn.Linear(4, 4), config=given).engine
-    logging.getLogger("zero").removeHandler(handler)
+    with logged() as lines:
+        built = engine.initialize(None, nn.Linear(4, 4), config=given).engine
     assert sum("torch_adam" in line for line in lines) == (rank == 0), lines
     assert isinstance(built, engine.DeepSpeedEngine)
     assert (built.tput_timer.batch_size, built.train_batch_size()) == (4, 4)

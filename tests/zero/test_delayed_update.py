@@ -9,7 +9,6 @@ The oracle trains in one process by the formula: gradients at the parameters aft
 from __future__ import annotations
 
 import copy
-import logging
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +21,8 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import zero
 from tests.ranks import run_ranks
-from tests.zero.delayed import CPU, LAST, Gated, Messages, masters_of, nvme, train_late
+from tests.zero.delayed import CPU, LAST, Gated, masters_of, nvme, train_late
+from tests.zero.logs import logged
 from tests.zero.models import batch, groups_of, loss_of, new_model
 from tests.zero.training import assert_same_bits, full_values, zero_optimizer
 
@@ -278,8 +278,6 @@ def test_changes_publish_first() -> None:
 
 def _check_closing(rank: int) -> None:
     """Closing with an update in flight applies it to the model; a state dict that cannot include it raises."""
-    kept = Messages()
-    logging.getLogger("zero").addHandler(kept)
     for stage in (1, 2, 3):
         model, at_once = new_model(), new_model()
         options = {"stage": stage, "lr": 1e-2, "offload_optimizer": {"device": "cpu"}}
@@ -290,15 +288,14 @@ def _check_closing(rank: int) -> None:
             before = full_values(model)
             train_late(model, optimizer, rank, range(1))
             assert_same_bits(full_values(model), before)
-            kept.texts.clear()
-            saved = model.state_dict()
-            assert any("finish_update" in text for text in kept.texts) == (stage < 3)
+            with logged() as texts:
+                saved = model.state_dict()
+            assert any("finish_update" in text for text in texts) == (stage < 3)
             if stage == 3 and rank == 0:
                 assert_same_bits({name: saved[name] for name in expected}, expected)
             with zero.GatheredParameters(model.parameters()):
                 optimizer.close()
             assert_same_bits({name: p.detach() for name, p in model.named_parameters()}, expected)
-    logging.getLogger("zero").removeHandler(kept)
 
 
 def test_closing_waits_and_publishes() -> None:
@@ -316,14 +313,12 @@ def _check_memory(rank: int) -> None:
         assert report.gradients == report.buffers["gradients of a delayed update"] == 2 * shard
         assert "during the next step" in str(optimizer.effective)
     model = new_model()
-    kept = Messages()
-    logging.getLogger("zero").addHandler(kept)
-    with zero_optimizer(model, zero.CPUAdam, lr=1e-2, stage=2, delayed_update=True) as optimizer:
+    built = zero_optimizer(model, zero.CPUAdam, lr=1e-2, stage=2, delayed_update=True)
+    with logged() as texts, built as optimizer:
         assert optimizer.memory().buffers["parameters of a delayed update"] == 0
         assert "during the next step" not in str(optimizer.effective)
-    logging.getLogger("zero").removeHandler(kept)
     if rank == 0:
-        assert any("delayed_update=True has no effect: offload_optimizer.device is none" in t for t in kept.texts)
+        assert any("delayed_update=True has no effect: offload_optimizer.device is none" in text for text in texts)
 
 
 def test_what_it_costs_is_reported_and_without_offload_it_is_inactive() -> None:

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,31 +17,24 @@ from torch import Tensor, nn
 import zcomm
 import zero
 from tests.ranks import run_ranks, topology
+from tests.variables import variables
 from tests.zcomm import oracle
-from tests.zero.models import as_vector, batch, groups_of, loss_of, new_model, relative_error, train_plain
-from tests.zero.test_changed_values import _debugging
+from tests.zero.deltas import (
+    check_an_overflow_changes_nothing,
+    check_drift,
+    check_goes_on_from_a_checkpoint,
+    check_offload,
+    check_ranks_agree,
+    check_writes,
+    everything_of,
+)
+from tests.zero.models import as_vector, groups_of, new_model, relative_error, train_plain
 from tests.zero.test_delta_hpz import INT4, RATE, SIZE, Aligned, _gradient, _loss, _rounded
-from tests.zero.training import assert_same_bits, full_values, train, zero_optimizer
+from tests.zero.training import assert_same_bits, train, zero_optimizer
 from zcomm import ConfigError, StateError, control
-from zero import GatheredParameters, ZeroOptimizer
-from zero.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
+from zero import ZeroOptimizer
 
 MODE: dict[str, Any] = {"mode": "delta", "changes": "quantized", "ranks_per_node": 2}
-
-
-def check_ranks_agree(optimizer: ZeroOptimizer) -> None:
-    """All ranks must hold the same bits."""
-    full = torch.cat([b.full for b in optimizer.parts.runtime.buckets if b.full is not None])
-    of_ranks = control.gather_float64(full.detach().double(), optimizer.topology)
-    for values in of_ranks:
-        assert torch.equal(values, of_ranks[0])
-
-
-def check_parameters_are_the_masters(model: nn.Module, *, are: bool = True) -> None:
-    """Parameters must be the masters, rounded once."""
-    masters = {name: safe_get_full_fp32_param(param) for name, param in model.named_parameters()}
-    same = [torch.equal(p, m.to(p.dtype)) for p, m in zip(model.parameters(), masters.values(), strict=True)]  # type: ignore[union-attr]
-    assert all(same) is are
 
 
 def _check_exact(rank: int) -> None:
@@ -142,73 +135,25 @@ def test_bytes_between_nodes() -> None:
 # Skipped steps, writes outside of steps, and what is saved.
 
 
-def _everything(model: nn.Module, optimizer: ZeroOptimizer) -> dict[str, Tensor]:
-    masters = torch.cat([values.flatten() for _, _, values in optimizer.master_pieces()])
-    return full_values(model) | {"masters": masters}
-
-
-def check_an_overflow_changes_nothing(
-    model: nn.Module,
-    optimizer: ZeroOptimizer,
-    rank: int,
-    everything: Callable[[nn.Module, ZeroOptimizer], dict[str, Tensor]],
-) -> None:
-    """An infinite loss on rank 2: the step is not applied, on any rank."""
-    before = everything(model, optimizer)
-    optimizer.scale(loss_of(model, *batch(7, 0, rank)) * (float("inf") if rank == 2 else 1.0)).backward()
-    optimizer.step()
-    assert not optimizer.was_step_applied
-    optimizer.zero_grad()
-    assert_same_bits(everything(model, optimizer), before)
-
-
 def _check_skipped_and_unused(rank: int) -> None:
     model = new_model(torch.float32, has_unused=True)
     fp16 = {"enabled": True, "initial_scale_power": 10, "hysteresis": 1}
     with zero_optimizer(model, stage=1, fp16=fp16, **MODE) as optimizer:
         train(model, optimizer, rank, steps=2)
-        check_an_overflow_changes_nothing(model, optimizer, rank, _everything)
-        before = _everything(model, optimizer)
+        check_an_overflow_changes_nothing(model, optimizer, rank)
+        before = everything_of(model, optimizer)
         with zcomm.traffic() as sent:
             optimizer.step()  # without a gradient nothing changes
         assert sent.bytes(operation="delta_gather") == 0
-        assert_same_bits(_everything(model, optimizer), before)
+        assert_same_bits(everything_of(model, optimizer), before)
         optimizer.zero_grad()
         train(model, optimizer, rank, steps=1)
         check_ranks_agree(optimizer)
 
 
-def _check_writes(rank: int) -> None:
-    for dtype in (torch.bfloat16, torch.float32):  # without and with masters that parameters must follow
-        model = new_model(dtype)
-        with zero_optimizer(model, stage=2, **MODE) as optimizer:
-            saved = copy.deepcopy(optimizer.state_dict())
-            train(model, optimizer, rank, steps=2)
-            check_parameters_are_the_masters(model, are=False)
-            with GatheredParameters(list(model.parameters()), modifier_rank=1), torch.no_grad():
-                model.blocks[0].mlp[0].weight.mul_(1.7)
-            check_parameters_are_the_masters(model)
-            train(model, optimizer, rank, steps=1)
-            for param in model.parameters():
-                value = safe_get_full_fp32_param(param)
-                assert value is not None
-                safe_set_full_fp32_param(param, value * 1.1)
-            check_parameters_are_the_masters(model)
-            check_ranks_agree(optimizer)
-            train(model, optimizer, rank, steps=1)
-            state = model.state_dict()  # masters are saved, not their rounding
-            for name, param in model.named_parameters():
-                master = safe_get_full_fp32_param(param)
-                assert master is not None
-                if rank == 0:
-                    assert torch.equal(state[name], master.to(dtype)), name
-            optimizer.load_state_dict(saved)
-            check_parameters_are_the_masters(model)
-
-
 def _check_debug(rank: int) -> None:
     """float32 parameters are not masters here, so values written to them would be lost: ZERO_DEBUG=1 reports it."""
-    with _debugging():
+    with variables(ZERO_DEBUG="1"):
         model = new_model()
         with zero_optimizer(model, stage=1, **MODE) as optimizer:
             saved = copy.deepcopy(optimizer.state_dict())
@@ -223,26 +168,13 @@ def _check_debug(rank: int) -> None:
 
 def test_skipped_steps_and_writes() -> None:
     run_ranks(4, _check_skipped_and_unused)
-    run_ranks(4, _check_writes)
+    for dtype in (torch.bfloat16, torch.float32):  # without and with masters that parameters must follow
+        run_ranks(4, check_writes, partial(zero_optimizer, stage=2, **MODE), dtype)
     run_ranks(4, _check_debug)
 
 
 def _save(rank: int, folder: str) -> None:
-    model, again = (new_model(torch.bfloat16, has_frozen=True, seed=seed) for seed in (0, 5))
-    with zero_optimizer(model, stage=2, **MODE) as optimizer:
-        train(model, optimizer, rank, steps=3)
-        zero.save_checkpoint(optimizer, folder, "three")
-        state = copy.deepcopy(optimizer.state_dict())
-        train(model, optimizer, rank, steps=2)
-        expected = _everything(model, optimizer)
-        optimizer.load_state_dict(state)
-        train(model, optimizer, rank, steps=2)
-        assert_same_bits(_everything(model, optimizer), expected)
-    with zero_optimizer(again, stage=2, **MODE) as optimizer:
-        train(again, optimizer, rank, steps=1)
-        zero.load_checkpoint(optimizer, folder)
-        train(again, optimizer, rank, steps=2)
-        assert_same_bits(_everything(again, optimizer), expected)
+    check_goes_on_from_a_checkpoint(rank, folder, partial(zero_optimizer, stage=2, **MODE), lambda _: {})
     for options in ({"stage": 1, "mode": "delta"}, {"stage": 3, "mode": "delta_hpz"}, {"stage": 2}):
         other = new_model(torch.bfloat16, has_frozen=True, seed=5)
         with zero_optimizer(other, ranks_per_node=1, **options) as optimizer:
@@ -254,42 +186,12 @@ def test_checkpoints_go_on_with_the_same_bits(tmp_path: Path) -> None:
     run_ranks(4, _save, str(tmp_path))
 
 
-def _check_offload(rank: int, folder: str) -> None:
-    """States in host memory or in files, and zero's own optimizer: the same bits as on the device."""
-
-    def values(optimizer_class: Any, **options: Any) -> dict[str, Tensor]:
-        model = new_model(torch.bfloat16, has_unused=True)
-        inner = optimizer_class(groups_of(model), lr=1e-2)
-        with zero_optimizer(model, inner, stage=2, **MODE, **options) as optimizer:
-            train(model, optimizer, rank, steps=3)
-            check_ranks_agree(optimizer)
-            return full_values(model)
-
-    device = values(torch.optim.AdamW)
-    host = values(zero.CPUAdam, offload_optimizer={"device": "cpu"})
-    assert relative_error(as_vector(host.values()), as_vector(device.values())) < 0.05
-    assert_same_bits(values(zero.CPUAdam, offload_optimizer={"device": "nvme", "nvme_path": folder}), host)
-
-
 def test_offloaded_states(tmp_path: Path) -> None:
-    run_ranks(4, _check_offload, str(tmp_path))
-
-
-def _check_drift(rank: int) -> None:
-    """Parameters must not drift from the masters: their distance stays of the order of bfloat16's rounding."""
-    model, distances = new_model(torch.bfloat16), []
-    inner = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    with zero_optimizer(model, inner, stage=1, zero_quantized_gradients=True, **MODE) as optimizer:
-        for _ in range(3):
-            train(model, optimizer, rank, steps=10)
-            masters = [safe_get_full_fp32_param(param) for param in model.parameters()]
-            exact = as_vector([m for m in masters if m is not None])
-            distances.append(relative_error(as_vector(model.parameters()), exact))
-    assert max(distances) <= 1.1 * distances[0] < 0.01, distances
+    run_ranks(4, check_offload, str(tmp_path), partial(zero_optimizer, stage=2, **MODE), 1)
 
 
 def test_parameters_do_not_drift() -> None:
-    run_ranks(4, _check_drift)
+    run_ranks(4, check_drift, partial(zero_optimizer, stage=1, zero_quantized_gradients=True, **MODE))
 
 
 def _check_refusals(rank: int) -> None:

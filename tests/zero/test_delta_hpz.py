@@ -4,8 +4,8 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,44 +17,16 @@ import zcomm
 from tests.ranks import run_ranks, topology
 from tests.zcomm import oracle
 from tests.zcomm.oracle import Wire
+from tests.zero.deltas import check_drift, check_nodes_agree, check_writes, replicas_of, residuals_of
 from tests.zero.models import as_vector, batch, groups_of, loss_of, new_model, relative_error, train_plain
 from tests.zero.training import full_values, train, zero_optimizer
 from zcomm import ConfigError, control
-from zero import GatheredParameters, ZeroOptimizer
-from zero.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
+from zero import ZeroOptimizer
 
 RANDOM = dataclasses.replace(zcomm.FORMATS["int4"], rounding="stochastic")
+MODE: dict[str, Any] = {"stage": 3, "mode": "delta_hpz", "changes": "quantized", "ranks_per_node": 2}
 EXACT = {"weight_format": "none", "gradient_format": ("none", "none")}
 INT8, NF4, INT4 = Wire("int8", 256), Wire("nf4", 64), Wire("int4", 128)
-
-
-def replicas_of(optimizer: ZeroOptimizer) -> Tensor:
-    """All replicas of this rank, one after the other."""
-    replicas = optimizer.parts.runtime.gatherer.replicas
-    return torch.cat([replicas[index].node.values.flatten() for index in sorted(replicas)])
-
-
-def residuals_of(optimizer: ZeroOptimizer) -> Tensor:
-    """All committed residuals of this rank."""
-    return torch.cat([one.values().flatten() for one in optimizer.parts.runtime.reducer.reduction.residuals])
-
-
-def check_nodes_agree(optimizer: ZeroOptimizer) -> None:
-    """Ranks with equal local rank must hold the same bits."""
-    mine = replicas_of(optimizer).double()
-    t = optimizer.topology
-    of_ranks = control.gather_float64(mine, t).view(t.num_nodes, t.ranks_per_node, -1)
-    for node in of_ranks:
-        assert torch.equal(node, of_ranks[0])
-
-
-def check_replicas_are_the_masters(optimizer: ZeroOptimizer, model: nn.Module) -> None:
-    """Replicas must be the masters, rounded once."""
-    for (name, value), param in zip(full_values(model).items(), model.parameters(), strict=True):
-        expected = safe_get_full_fp32_param(param)
-        assert expected is not None
-        assert torch.equal(value, expected.to(param.dtype)), name
-    check_nodes_agree(optimizer)
 
 
 # The same as training in one process, where nothing is rounded.
@@ -301,67 +273,13 @@ def _check_skipped_steps(rank: int) -> None:
         check_nodes_agree(optimizer)
 
 
-def _check_writes(rank: int) -> None:
-    model = new_model(torch.bfloat16)
-    with zero_optimizer(model, stage=3, mode="delta_hpz", changes="quantized", ranks_per_node=2) as optimizer:
-        check_replicas_are_the_masters(optimizer, model)
-        saved = copy.deepcopy(optimizer.state_dict())
-        train(model, optimizer, rank, steps=2)
-        with pytest.raises(AssertionError):
-            check_replicas_are_the_masters(optimizer, model)
-        weight = model.blocks[0].mlp[0].weight
-        with GatheredParameters(list(model.parameters()), modifier_rank=1), torch.no_grad():
-            weight.mul_(1.7)
-        check_replicas_are_the_masters(optimizer, model)
-        train(model, optimizer, rank, steps=1)
-        for param in model.parameters():
-            value = safe_get_full_fp32_param(param)
-            assert value is not None
-            safe_set_full_fp32_param(param, value * 1.1)
-        check_replicas_are_the_masters(optimizer, model)
-        train(model, optimizer, rank, steps=1)
-        state = model.state_dict()  # collective; masters are saved, not their rounding
-        if rank == 0:
-            assert set(state) >= {name for name, _ in model.named_parameters()}
-        for param, name in ((p, n) for n, p in model.named_parameters()):
-            master = safe_get_full_fp32_param(param)
-            assert master is not None
-            if rank == 0:
-                assert torch.equal(state[name], master.to(torch.bfloat16)), name
-        optimizer.load_state_dict(saved)
-        check_replicas_are_the_masters(optimizer, model)
-
-
 def test_skipped_steps_and_writes() -> None:
     run_ranks(4, _check_skipped_steps)
-    run_ranks(4, _check_writes)
-
-
-def _check_drift(rank: int) -> None:
-    """Replicas must not drift from the masters: their distance stays of the order of bfloat16's rounding."""
-    model, distances = new_model(torch.bfloat16), []
-    with zero_optimizer(
-        model,
-        torch.optim.AdamW(model.parameters(), lr=1e-3),
-        stage=3,
-        mode="delta_hpz",
-        changes="quantized",
-        ranks_per_node=2,
-    ) as optimizer:
-        for _ in range(4):
-            train(model, optimizer, rank, steps=10)
-            masters = [safe_get_full_fp32_param(param) for param in model.parameters()]
-            exact = as_vector([m for m in masters if m is not None])
-            read = as_vector(full_values(model).values())
-            distances.append((relative_error(read, exact), relative_error(exact.bfloat16().double(), exact)))
-        check_nodes_agree(optimizer)
-    first = max(distances[0])
-    assert max(distance for distance, _ in distances) <= 1.1 * first, distances
-    assert first < 0.01, distances
+    run_ranks(4, check_writes, partial(zero_optimizer, **MODE))
 
 
 def test_replicas_do_not_drift() -> None:
-    run_ranks(4, _check_drift)
+    run_ranks(4, check_drift, partial(zero_optimizer, **MODE))
 
 
 # Refused combinations.

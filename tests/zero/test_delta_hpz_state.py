@@ -4,21 +4,19 @@
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import zero
 from tests.ranks import run_ranks
-from tests.zero.models import as_vector, batch, groups_of, loss_of, new_model, relative_error
-from tests.zero.test_delta_hpz import check_nodes_agree, replicas_of, residuals_of
+from tests.zero.deltas import check_goes_on_elsewhere, check_goes_on_from_a_checkpoint, check_offload, everything_of
+from tests.zero.models import batch, loss_of, new_model
 from tests.zero.training import assert_same_bits, full_values, train, zero_optimizer
 from zcomm import control
 
@@ -38,94 +36,15 @@ def _residual_sums(optimizer: zero.ZeroOptimizer) -> dict[str, Tensor]:
     return sums
 
 
-def everything_of(model: Any, optimizer: zero.ZeroOptimizer) -> dict[str, Tensor]:
-    masters = torch.cat([values.flatten() for _, _, values in optimizer.master_pieces()])
-    values = full_values(model)
-    return values | {"masters": masters, "replicas": replicas_of(optimizer), "residuals": residuals_of(optimizer)}
-
-
-def check_goes_on_from_a_checkpoint(
-    rank: int,
-    folder: str,
-    optimizer_for: Callable[[nn.Module], AbstractContextManager[zero.ZeroOptimizer]],
-    everything: Callable[[nn.Module, zero.ZeroOptimizer], dict[str, Tensor]],
-    residual_sums: Callable[[zero.ZeroOptimizer], dict[str, Tensor]],
-) -> None:
-    """Training goes on with the same bits from a ``state_dict`` and from a checkpoint; leaves what other topologies
-    must find in ``expected.pt``."""
-    model, again = (new_model(torch.bfloat16, has_frozen=True, seed=seed) for seed in (0, 5))
-    with optimizer_for(model) as optimizer:
-        train(model, optimizer, rank, steps=3)
-        zero.save_checkpoint(optimizer, folder, "three")
-        saved, sums, state = full_values(model), residual_sums(optimizer), copy.deepcopy(optimizer.state_dict())
-        if rank == 0:
-            torch.save({"values": saved, "sums": sums}, Path(folder) / "expected.pt")
-        train(model, optimizer, rank, steps=2)
-        expected = everything(model, optimizer)
-        optimizer.load_state_dict(state)
-        train(model, optimizer, rank, steps=2)
-        assert_same_bits(everything(model, optimizer), expected)
-    with optimizer_for(again) as optimizer:
-        train(again, optimizer, rank, steps=1)
-        zero.load_checkpoint(optimizer, folder)
-        assert_same_bits(full_values(again), saved)
-        train(again, optimizer, rank, steps=2)
-        assert_same_bits(everything(again, optimizer), expected)
-
-
-def _save(rank: int, folder: str) -> None:
-    def optimizer_for(model: nn.Module) -> AbstractContextManager[zero.ZeroOptimizer]:
-        return zero_optimizer(model, ranks_per_node=2, **MODE)
-
-    check_goes_on_from_a_checkpoint(rank, folder, optimizer_for, everything_of, _residual_sums)
-
-
-def _load_elsewhere(rank: int, folder: str, per_node: int) -> None:
-    expected = torch.load(Path(folder) / "expected.pt", weights_only=True)
-    model = new_model(torch.bfloat16, has_frozen=True, seed=5)
-    with zero_optimizer(model, ranks_per_node=per_node, **MODE) as optimizer:
-        zero.load_checkpoint(optimizer, folder)
-        assert_same_bits(full_values(model), expected["values"])
-        got = _residual_sums(optimizer)
-        assert relative_error(as_vector(got.values()), as_vector(expected["sums"][name] for name in got)) < 0.02
-        check_nodes_agree(optimizer)
-        train(model, optimizer, rank, steps=1)
-    plain = new_model(torch.bfloat16, has_frozen=True, seed=5)
-    with zero_optimizer(plain, stage=2) as optimizer:  # and where there is neither
-        zero.load_checkpoint(optimizer, folder)
-        train(plain, optimizer, rank, steps=1)
-
-
 def test_checkpoints_go_on_with_the_same_bits_and_elsewhere_with_the_sums(tmp_path: Path) -> None:
-    run_ranks(4, _save, str(tmp_path))
-    run_ranks(4, _load_elsewhere, str(tmp_path), 1)
-    run_ranks(2, _load_elsewhere, str(tmp_path), 1)
-
-
-def _check_offload(rank: int, folder: str) -> None:
-    """States in host memory or in files, and zero's own optimizer: the same bits as on the device."""
-
-    def values(optimizer_class: Any, **options: Any) -> dict[str, Tensor]:
-        model = new_model(torch.bfloat16, has_unused=True)
-        inner = optimizer_class(groups_of(model), lr=1e-2)
-        with zero_optimizer(
-            model, inner, ranks_per_node=2, gradient_accumulation_steps=2, **MODE, **options
-        ) as optimizer:
-            train(model, optimizer, rank, steps=3, num_micro=2)
-            check_nodes_agree(optimizer)
-            return full_values(model)
-
-    on_host = {"offload_optimizer": {"device": "cpu"}}
-    in_files = {"offload_optimizer": {"device": "nvme", "nvme_path": folder}}
-    device = values(torch.optim.AdamW)
-    assert_same_bits(values(torch.optim.AdamW, data_types={"grad_accum_dtype": "fp32"}), device)
-    host = values(zero.CPUAdam, **on_host)
-    assert relative_error(as_vector(host.values()), as_vector(device.values())) < 0.05
-    assert_same_bits(values(zero.CPUAdam, **in_files), host)
+    saving, loading = (partial(zero_optimizer, ranks_per_node=per_node) for per_node in (2, 1))
+    run_ranks(4, check_goes_on_from_a_checkpoint, str(tmp_path), partial(saving, **MODE), _residual_sums)
+    for world_size in (4, 2):
+        run_ranks(world_size, check_goes_on_elsewhere, str(tmp_path), loading, MODE, [{"stage": 2}], _residual_sums)
 
 
 def test_offloaded_states(tmp_path: Path) -> None:
-    run_ranks(4, _check_offload, str(tmp_path))
+    run_ranks(4, check_offload, str(tmp_path), partial(zero_optimizer, ranks_per_node=2, **MODE), 2)
 
 
 def _check_memory(rank: int) -> None:

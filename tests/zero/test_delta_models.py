@@ -13,8 +13,9 @@ import zcomm
 from tests.ranks import run_ranks
 from tests.zero import test_encoded_frozen as lora
 from tests.zero import test_leaf_modules as moe
+from tests.zero.deltas import check_nodes_agree
 from tests.zero.models import as_vector, relative_error
-from tests.zero.test_delta_hpz import EXACT, check_nodes_agree
+from tests.zero.test_delta_hpz import EXACT
 from tests.zero.training import assert_same_bits, full_values, zero_optimizer
 from zcomm import control
 from zero import utils

@@ -20,8 +20,8 @@ import zcomm
 import zero
 from tests.ranks import run_ranks, topology
 from tests.zcomm.test_capped_changes import capped
+from tests.zero.deltas import check_an_overflow_changes_nothing
 from tests.zero.models import batch, groups_of, loss_of, new_model, relative_error
-from tests.zero.test_delta import check_an_overflow_changes_nothing
 from tests.zero.training import assert_same_bits, full_values, train, zero_optimizer
 from tests.zero.whole_optimizers import matrices_and_others
 from zcomm import ConfigError, LayoutError

@@ -10,8 +10,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -20,6 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.processes import run_python
 from tests.ranks import run_ranks, topology
 from zcomm import IntegrityError, LayoutError, StateError, Topology, ZcommError
 from zcomm._kernels import kernels
@@ -231,8 +230,7 @@ transfers = [store.write(file, 0, buffer)]
 print(store.folder.exists(), flush=True)
 raise RuntimeError("the end")
 """
-    root = Path(__file__).parents[2]
-    done = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True, check=False)
+    done = run_python(script)
     assert (done.stdout, done.returncode) == ("True\n", 1), done.stderr
     assert not list(tmp_path.iterdir())
     with pytest.raises(ValueError, match="num_requests=0"):

@@ -16,8 +16,8 @@ import zcomm
 import zero
 from tests.ranks import run_ranks, topology
 from tests.rotation import DAY
+from tests.zero.deltas import residuals_of
 from tests.zero.models import new_model
-from tests.zero.test_delta_hpz import residuals_of
 from tests.zero.test_exact_replicas import _check, check_an_overflow
 from tests.zero.training import assert_same_bits, full_values, train, zero_optimizer
 from tests.zero.whole_optimizers import matrices_and_others

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-import logging
 import pickle
 import re
 from collections.abc import Callable
@@ -23,6 +22,7 @@ from torch.utils.data import Dataset
 import zcomm
 import zero as deepspeed
 from tests.ranks import device_mesh, run_ranks
+from tests.zero.logs import logged
 from tests.zero.models import as_vector, batch, groups_of, loss_of, new_model, relative_error, train_plain
 from tests.zero.training import full_values
 from zcomm import ConfigError, StateError
@@ -335,12 +335,7 @@ def test_a_destroyed_engine_leaves_a_plain_model() -> None:
 
 
 def _check_reports(rank: int) -> None:
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    log = logging.getLogger("zero")
-    log.addHandler(handler)
-    try:
+    with logged() as lines:
         raw = {"steps_per_print": 2, "wall_clock_breakdown": True, "aio": {"thread_count": 2}}
         watched = {"memory_breakdown": True, "comms_logger": {"enabled": True}, "dump_state": True, "log_level": "info"}
         engine, *_ = deepspeed.initialize(
@@ -349,8 +344,6 @@ def _check_reports(rank: int) -> None:
         with zcomm.traffic() as sent:
             _run(engine, rank, steps=4, num_micro=1)
         engine.destroy()
-    finally:
-        log.removeHandler(handler)
     state = [line for line in lines if line.startswith("dict: ")]
     assert ["memory_breakdown" in text for text in state] == ([True] if rank == 0 else [])
     lines = [line for line in lines if line not in state]
@@ -382,18 +375,11 @@ def test_reports_are_printed_by_rank_0() -> None:
 
 
 def _check_chosen_operations(rank: int, is_on: bool) -> None:  # noqa: FBT001
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    log = logging.getLogger("zero")
-    log.addHandler(handler)
     raw = {"comms_logger": {"enabled": is_on, "verbose": True, "prof_all": False, "prof_ops": ["all_gather"]}}
-    try:
+    with logged() as lines:
         engine, *_ = deepspeed.initialize(model=WithLoss(), optimizer=torch.optim.SGD, config=_config(1, **raw))
         _run(engine, rank, steps=2, num_micro=1)
         engine.destroy()
-    finally:
-        log.removeHandler(handler)
     tables = [line.splitlines() for line in lines if line.startswith("sent ")]
     if rank or not is_on:
         assert not tables

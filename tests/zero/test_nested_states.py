@@ -23,7 +23,7 @@ import zero
 from tests.ranks import run_ranks, topology
 from tests.zero.models import as_vector, batch, loss_of, new_model
 from tests.zero.training import full_values, train, zero_optimizer
-from tests.zero.whole_optimizers import matrices_and_others, train_plainly
+from tests.zero.whole_optimizers import check_moves, matrices_and_others, train_plainly
 from zcomm import ConfigError, StateError
 from zero import load_checkpoint, save_checkpoint
 from zero._optim.file_update import FileUpdate
@@ -66,37 +66,9 @@ def _optimizers(model: nn.Module) -> list[Optimizer]:
     return [TwoSided(matrices), AdamW(others, lr=3e-3)]
 
 
-def _offload(device: str, stage: int, folder: str) -> dict[str, Any]:
-    if not stage or device == "none":
-        return {}
-    return {"offload_optimizer": {"device": device, **({"nvme_path": folder} if device == "nvme" else {})}}
-
-
-def _check_moves(rank: int, device: str, folder: str) -> None:
-    world_size = torch.distributed.get_world_size()
-    expected = new_model(torch.float64)
-    train_plainly(expected, _optimizers(expected), world_size=world_size, steps=range(6))
-    for before, after in ((0, 3), (3, 1), (1, 2), (2, 0)):
-        model = new_model(torch.float64)
-        options = _offload(device, before, folder)
-        with zero_optimizer(model, _optimizers(model), ranks_per_node=2, stage=before, **options) as optimizer:
-            train(model, optimizer, rank, steps=3)
-            save_checkpoint(optimizer, f"{folder}/saved", f"{before}{after}")
-        model = new_model(torch.float64, seed=1)
-        per_node, options = 1 if after == 2 else 4, _offload(device, after, folder)
-        with zero_optimizer(model, _optimizers(model), ranks_per_node=per_node, stage=after, **options) as optimizer:
-            load_checkpoint(optimizer, f"{folder}/saved", f"{before}{after}")
-            for step in range(3, 6):
-                loss_of(model, *batch(step, 0, rank)).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            got = as_vector(full_values(model).values())
-        assert (got - as_vector(expected.parameters())).abs().max() < 1e-10, (before, after)
-
-
 @pytest.mark.parametrize("device", ["none", "cpu", "nvme"])
 def test_checkpoints_move_between_stages(device: str, tmp_path: Path) -> None:
-    run_ranks(4, _check_moves, device, str(tmp_path))
+    run_ranks(4, check_moves, _optimizers, str(tmp_path), device)
 
 
 def _save(rank: int, folder: str) -> None:
@@ -251,7 +223,8 @@ def _check_retry(rank: int, folder: str) -> None:
         run(self, *args, **options)
         raise OSError(28, "no space")
 
-    with zero_optimizer(model, _optimizers(model), stage=2, **_offload("nvme", 2, folder)) as optimizer:
+    offload = {"device": "nvme", "nvme_path": folder}
+    with zero_optimizer(model, _optimizers(model), stage=2, offload_optimizer=offload) as optimizer:
         for step in range(3):
             loss_of(model, *batch(step, 0, rank)).backward()
             if step == 1:

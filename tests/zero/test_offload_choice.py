@@ -4,13 +4,13 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import torch
 
 import zero
 from tests.ranks import run_ranks
+from tests.zero.logs import logged
 from tests.zero.models import new_model
 
 ON_HOST = {"device": "cpu"}
@@ -27,39 +27,21 @@ CHOICES: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
 ]
 
 
-class Logged(logging.Handler):
-    """Collects the log messages inside ``with``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-
-    def __enter__(self) -> Logged:
-        logging.getLogger("zero").addHandler(self)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        logging.getLogger("zero").removeHandler(self)
-
-
 def _initialized(config: dict[str, Any], optimizer: Any = None) -> tuple[zero.ZeroOptimizer, str]:
     """Initialize and close; return the engine and all log messages."""
-    with Logged() as logged:
+    with logged() as texts:
         engine, wrapped, *_ = zero.initialize(model=new_model(), optimizer=optimizer, config=config)
     engine.destroy()
-    return wrapped, "\n".join(logged.texts)
+    return wrapped, "\n".join(texts)
 
 
 def _check_json(rank: int) -> None:
     for kind, params, name, settings in CHOICES:
         config: dict[str, Any] = {"optimizer": {"type": kind, "params": params}}
-        wrapped, logged = _initialized(config | {"zero_optimization": {"stage": 2, "offload_optimizer": ON_HOST}})
+        wrapped, text = _initialized(config | {"zero_optimization": {"stage": 2, "offload_optimizer": ON_HOST}})
         sentence = f"masters and moments are stored in host memory, updated on the host by {name}"
         assert sentence in str(wrapped.effective)
-        assert logged.count(sentence) == 1
+        assert text.count(sentence) == 1
         group = wrapped.param_groups[0]
         assert {key: group[key] for key in settings} == settings
     for zero_section in ({"stage": 2}, {"stage": 0, "offload_optimizer": ON_HOST}):
@@ -77,12 +59,12 @@ def _check_given(rank: int) -> None:
         for cls, name in ((torch.optim.Adam, "torch's Adam"), (zero.CPUAdam, "zero's CPUAdam")):
             section = {"stage": 1, "offload_optimizer": ON_HOST | {"ratio": 0.5}, "reduce_bucket_size": 3000}
             config = {"zero_optimization": section, **key}
-            wrapped, logged = _initialized(config, lambda params, cls=cls: cls(params, lr=1e-3))
+            wrapped, text = _initialized(config, lambda params, cls=cls: cls(params, lr=1e-3))
             assert type(wrapped.parts.inner) is cls
             sentence = f"% of the masters and moments are stored in host memory, updated on the host by {name}"
             assert sentence in str(wrapped.effective)
-            assert logged.count(sentence) == (rank == 0)
-            assert "zero_force_ds_cpu_optimizer=" not in logged
+            assert text.count(sentence) == (rank == 0)
+            assert "zero_force_ds_cpu_optimizer=" not in text
 
 
 def test_an_optimizer_that_is_given_is_taken() -> None:
@@ -107,9 +89,9 @@ def _check_activations(rank: int, folder: str) -> None:
         ),
     ):
         config = {"zero_optimization": {"stage": 1}, "activation_checkpointing": section | more, "zcomm": zcomm}
-        wrapped, logged = _initialized(config, torch.optim.Adam)
+        wrapped, text = _initialized(config, torch.optim.Adam)
         assert f"inputs of checkpointed functions are {expected}" in str(wrapped.effective)
-        assert logged.count("inactive: partition_activations") == (rank == 0)
+        assert text.count("inactive: partition_activations") == (rank == 0)
     wrapped, _ = _initialized({"zero_optimization": {"stage": 1}}, torch.optim.Adam)
     assert "checkpointed" not in str(wrapped.effective)
 

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -18,10 +17,10 @@ from torch import Tensor, nn
 
 import zero
 from tests.ranks import run_ranks
+from tests.variables import variables
 from tests.zero.models import groups_of, new_model
 from tests.zero.training import assert_same_bits, full_values, train, zero_optimizer
 from zcomm import DivergedError, StateError, Work
-from zcomm._base import env
 from zero._activations.arena import Arena, ArenaSpan
 from zero._gather.gatherer import Gatherer
 from zero._gradients.bucket_gradients import BucketGrads
@@ -62,7 +61,7 @@ SAME_BITS = ("part on the host", "host", "files")
 def _debugging() -> Iterator[Counter[str]]:
     """Count how often each memory was poisoned."""
     counts = Counter[str]()
-    with pytest.MonkeyPatch.context() as patch:
+    with variables(ZERO_DEBUG="1"), pytest.MonkeyPatch.context() as patch:
         for name, module in PLACES.items():
 
             def counted(buffer: Tensor, _name: str = name, _poison: Any = module.poison) -> None:
@@ -70,13 +69,7 @@ def _debugging() -> Iterator[Counter[str]]:
                 _poison(buffer)
 
             patch.setattr(module, "poison", counted)
-        patch.setitem(os.environ, "ZERO_DEBUG", "1")
-        env.forget()
-        try:
-            yield counts
-        finally:
-            patch.undo()
-            env.forget()
+        yield counts
 
 
 def _options(case: str, folder: str) -> dict[str, Any]:

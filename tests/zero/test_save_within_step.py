@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch import Tensor
 
 import zero
 from tests.ranks import run_ranks
+from tests.zero.logs import logged
 from tests.zero.models import batch, loss_of, new_model
 from zero import CheckpointError, utils
 
@@ -64,27 +64,17 @@ def _assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], case: st
     assert [name for name in expected if not torch.equal(found[name], expected[name])] == [], case
 
 
-class Heard(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts += [record.getMessage()] * ("within a step" in record.getMessage())
-
-
 def _check(rank: int, folder: Path, case: str) -> None:
-    heard = Heard()
-    logging.getLogger("zero").addHandler(heard)
-    engine = _engine(case, folder)
-    for micro in range(2):
-        _micro(engine, rank, 0, micro)
-    engine.save_checkpoint(folder, "between")
-    _micro(engine, rank, 1, 0)
-    assert heard.texts == []
-    for is_async, tag in enumerate(("within", "again")):
-        engine.save_checkpoint(folder, tag, async_op=bool(is_async)).wait()
-    assert len(heard.texts) == (1 if rank == 0 else 0)
+    with logged() as texts:
+        engine = _engine(case, folder)
+        for micro in range(2):
+            _micro(engine, rank, 0, micro)
+        engine.save_checkpoint(folder, "between")
+        _micro(engine, rank, 1, 0)
+        assert sum("within a step" in text for text in texts) == 0
+        for is_async, tag in enumerate(("within", "again")):
+            engine.save_checkpoint(folder, tag, async_op=bool(is_async)).wait()
+    assert sum("within a step" in text for text in texts) == (1 if rank == 0 else 0)
     assert engine.micro_steps == 3
     _micro(engine, rank, 1, 1)
     straight = _state(engine)
@@ -102,7 +92,6 @@ def _check(rank: int, folder: Path, case: str) -> None:
         resumed.destroy()
     for tag, final in finals.items():
         _assert_same(final, straight, f"{case}, {tag}")
-    logging.getLogger("zero").removeHandler(heard)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -20,6 +20,7 @@ import zcomm
 import zero
 from tests.ranks import run_ranks
 from tests.zero.configs import CONFIGS
+from tests.zero.logs import logged
 from tests.zero.training import zero_optimizer
 from zero._config import resolve_config
 from zero._optim.loss_scale import loss_scale_of
@@ -410,15 +411,6 @@ def test_states_take_what_the_paper_says(world_size: int) -> None:
 # Which rank logs
 
 
-class Heard(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
 class Mpu:
     """Ranks 0, 1 and 2, 3 each hold the parts of one model."""
 
@@ -454,9 +446,7 @@ class Borrows(nn.Module):
 
 
 def _check_notices(rank: int) -> None:
-    heard, logger = Heard(), logging.getLogger("zero")
-    logger.addHandler(heard)
-    logger.setLevel(logging.INFO)
+    logging.getLogger("zero").setLevel(logging.INFO)
     config = {
         "zero_optimization": {"stage": 3, "overlap_comm": True, "stage3_prefetch_bucket_size": 100},
         "steps_per_print": 1,
@@ -470,11 +460,10 @@ def _check_notices(rank: int) -> None:
             "profile": True,
         },
     }  # fmt: skip
-    try:
-        for mpu in (None, Mpu(rank)):
-            heard.lines.clear()
-            torch.manual_seed(0)
-            data = None if mpu is None else mpu.get_data_parallel_group()
+    for mpu in (None, Mpu(rank)):
+        torch.manual_seed(0)
+        data = None if mpu is None else mpu.get_data_parallel_group()
+        with logged() as lines:
             with zero.Init(data_parallel_group=data, zero_quantized_weights=True):
                 model = Borrows()
             engine, *_ = zero.initialize(model=model, optimizer=torch.optim.SGD, config=config, mpu=mpu)
@@ -483,18 +472,16 @@ def _check_notices(rank: int) -> None:
                 engine.step()
             assert not engine.load_checkpoint("/nonexistent")[0]
             engine.destroy()
-            kinds = (
-                "zero.Init:", "ZeRO stage 3", "no batch size", "has no effect", "number_checkpoints=2", "step=1,",
-                "memory after", "sent by", "is used by the forward", "activation checkpoints: ", "raised to",
-                "no file 'latest'",
-            )  # fmt: skip
-            counts = torch.tensor([float(any(kind in line for line in heard.lines)) for kind in kinds])
-            torch.distributed.all_reduce(counts)
-            found = dict(zip(kinds, counts.tolist(), strict=True))
-            assert set(found.values()) == {1.0}, (mpu, found, heard.lines)
-            assert (len(heard.lines) > 0) == (rank == 0)
-    finally:
-        logger.removeHandler(heard)
+        kinds = (
+            "zero.Init:", "ZeRO stage 3", "no batch size", "has no effect", "number_checkpoints=2", "step=1,",
+            "memory after", "sent by", "is used by the forward", "activation checkpoints: ", "raised to",
+            "no file 'latest'",
+        )  # fmt: skip
+        counts = torch.tensor([float(any(kind in line for line in lines)) for kind in kinds])
+        torch.distributed.all_reduce(counts)
+        found = dict(zip(kinds, counts.tolist(), strict=True))
+        assert set(found.values()) == {1.0}, (mpu, found, lines)
+        assert (len(lines) > 0) == (rank == 0)
 
 
 def test_what_every_rank_knows_is_said_by_one() -> None:

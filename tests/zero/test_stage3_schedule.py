@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import logging
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zcomm
 from tests.ranks import run_ranks
+from tests.zero.logs import logged
 from tests.zero.training import assert_same_bits, full_values, zero_optimizer
 from zero import ZeroOptimizer, gathered_for_generation
 from zero._sharding.units import find_units
@@ -178,31 +178,12 @@ def _watched_pool(optimizer: ZeroOptimizer, dtype: torch.dtype) -> Iterator[list
     del pool.take, pool.give
 
 
-class Messages(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-
-
-@contextmanager
-def _logged() -> Iterator[list[str]]:
-    handler, logger = Messages(), logging.getLogger("zero")
-    logger.addHandler(handler)
-    try:
-        yield handler.texts
-    finally:
-        logger.removeHandler(handler)
-
-
 def _peak_and_sent(rank: int, **options: Any) -> tuple[int, int, list[str]]:
     """For a planned step: the peak of gathered bfloat16 elements, and the bytes that all-gathers sent."""
     options["gradient_format"] = "bf16"  # on the wire: gradients are kept in float32
     model = new_model(torch.bfloat16)
     params = [p for p in model.parameters() if p.requires_grad]
-    with _logged() as texts, zero_optimizer(model, torch.optim.SGD(params, lr=0.1), stage=3, **options) as optimizer:
+    with logged() as texts, zero_optimizer(model, torch.optim.SGD(params, lr=0.1), stage=3, **options) as optimizer:
         for step in range(3):
             with _watched_pool(optimizer, torch.bfloat16) as seen, zcomm.traffic() as sent:
                 loss_of(model, step, rank).backward()
@@ -309,7 +290,7 @@ def test_large_parameters_travel_in_chunks() -> None:
 def _check_order_is_learnt(rank: int) -> None:
     model = new_model()
     params = [p for p in model.parameters() if p.requires_grad]
-    with _logged() as texts, zero_optimizer(model, torch.optim.SGD(params, lr=0.1), stage=3) as optimizer:
+    with logged() as texts, zero_optimizer(model, torch.optim.SGD(params, lr=0.1), stage=3) as optimizer:
         control = []
         for step, loop in enumerate(("plain", "plain", "a changing order", "a changing order", "plain", "plain")):
             with zcomm.traffic() as sent:

@@ -22,7 +22,14 @@ from tests.ranks import run_ranks, topology
 from tests.zero.models import as_vector, batch, loss_of, new_model
 from tests.zero.test_delta_hpz import EXACT
 from tests.zero.training import full_values, train, zero_optimizer
-from tests.zero.whole_optimizers import BUILDERS, WideMuon, matrices_and_others, train_plainly
+from tests.zero.whole_optimizers import (
+    BUILDERS,
+    WideMuon,
+    check_moves,
+    check_sends_what_adamw_sends,
+    matrices_and_others,
+    train_plainly,
+)
 from zcomm import ConfigError, StateError
 from zero import Init, load_checkpoint, save_checkpoint
 
@@ -88,23 +95,7 @@ def test_as_one_process(world_size: int, per_node: int, tmp_path: Path) -> None:
 
 
 def _check_moves(rank: int, name: str, folder: str) -> None:
-    world_size, build = torch.distributed.get_world_size(), BUILDERS[name]
-    expected = new_model(torch.float64)
-    train_plainly(expected, build(expected), world_size=world_size, steps=range(6))
-    for before, after in ((0, 3), (3, 1), (1, 2), (2, 0), (3, 3)):
-        model = new_model(torch.float64)
-        with zero_optimizer(model, build(model), ranks_per_node=2, stage=before) as optimizer:
-            train(model, optimizer, rank, steps=3)
-            save_checkpoint(optimizer, folder, f"{before}{after}")
-        model = new_model(torch.float64, seed=1)
-        with zero_optimizer(model, build(model), ranks_per_node=1 if after == 2 else 4, stage=after) as optimizer:
-            load_checkpoint(optimizer, folder, f"{before}{after}")
-            for step in range(3, 6):
-                loss_of(model, *batch(step, 0, rank)).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            got = as_vector(full_values(model).values())
-        assert (got - as_vector(dict(expected.named_parameters()).values())).abs().max() < 1e-10, (before, after)
+    check_moves(rank, BUILDERS[name], folder)
 
 
 @pytest.mark.parametrize("name", ["muon", "adafactor"])
@@ -172,32 +163,9 @@ def test_torchs_muon_is_as_near_to_one_process_as_another_order_of_the_batch() -
     run_ranks(4, _check_rounding, expected, bound)
 
 
-def _muon_and_adam(model: nn.Module) -> list[torch.optim.Optimizer]:
-    params = list(model.parameters())
-    return [WideMuon([p for p in params if p.ndim == 2]), AdamW([p for p in params if p.ndim != 2])]
-
-
-def _check_traffic(rank: int, stage: int) -> None:
-    """Muon sends what AdamW sends, but for padding."""
-    sent = []
-    for build in (lambda m: AdamW(m.parameters(), lr=1e-3), _muon_and_adam):
-        torch.manual_seed(0)
-        model = nn.Sequential(*[nn.Sequential(nn.Linear(96, 384), nn.GELU(), nn.Linear(384, 96)) for _ in range(4)])
-        with zero_optimizer(model, build(model), ranks_per_node=2, stage=stage) as optimizer:
-            with zcomm.traffic() as counts:
-                for step in range(2):
-                    x = torch.randn(4, 96, generator=torch.Generator().manual_seed(step + 10 * rank))
-                    model(x).square().mean().backward()
-                    optimizer.step()
-                    optimizer.zero_grad()
-            own = torch.tensor([float(counts.bytes(link="inter"))], dtype=torch.float64)
-            sent.append(float(zcomm.control.gather_float64(own, topology(2)).sum()))
-    assert sent[1] <= 1.02 * sent[0], sent
-
-
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_between_nodes_it_sends_what_adamw_sends(stage: int) -> None:
-    run_ranks(4, _check_traffic, stage)
+    run_ranks(4, check_sends_what_adamw_sends, WideMuon, {"stage": stage}, 1)
 
 
 def _rows_and_columns() -> nn.Sequential:

@@ -11,12 +11,22 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
+import zcomm
 from tests.ranks import by_first_rank
-from tests.zero.models import batch, loss_of, set_values
-from zero import Lamb
+from tests.zero.models import as_vector, batch, loss_of, new_model, set_values
+from tests.zero.training import full_values, train, zero_optimizer
+from zero import Lamb, load_checkpoint, save_checkpoint
 from zero._step.bucketwise_update import BucketwiseUpdate
 
-__all__ = ["BUILDERS", "WideMuon", "matrices_and_others", "steps_in_turn", "train_plainly"]
+__all__ = [
+    "BUILDERS",
+    "WideMuon",
+    "check_moves",
+    "check_sends_what_adamw_sends",
+    "matrices_and_others",
+    "steps_in_turn",
+    "train_plainly",
+]
 
 
 class WideMuon(torch.optim.Muon):
@@ -77,7 +87,8 @@ def _trained(model: nn.Module) -> list[nn.Parameter]:
     return [param for param in model.parameters() if param.requires_grad]
 
 
-BUILDERS: dict[str, Callable[[nn.Module], list[Optimizer]]] = {
+Build = Callable[[nn.Module], list[Optimizer]]
+BUILDERS: dict[str, Build] = {
     "muon": _muon,
     "lamb": lambda model: [Lamb(_trained(model), lr=0.01, weight_decay=0.1)],
     "found by its trial": lambda model: [Centralizing(_trained(model), lr=0.1, momentum=0.9)],
@@ -101,6 +112,57 @@ def train_plainly(
         return [param.detach() for param in model.parameters()]
 
     set_values(model, by_first_rank(train))
+
+
+def check_moves(rank: int, build: Build, folder: str, device: str = "none") -> None:
+    """On four ranks: after a checkpoint moves to another stage and other nodes, parameters are those of one process."""
+    expected = new_model(torch.float64)
+    train_plainly(expected, build(expected), world_size=4, steps=range(6))
+    place = {"device": device, "nvme_path": folder} if device == "nvme" else {"device": device}
+    offload = {} if device == "none" else {"offload_optimizer": place}
+    for before, after in ((0, 3), (3, 1), (1, 2), (2, 0), (3, 3)):
+        saving, loading = ({"stage": stage, **(offload if stage else {})} for stage in (before, after))
+        model = new_model(torch.float64)
+        with zero_optimizer(model, build(model), ranks_per_node=2, **saving) as optimizer:
+            train(model, optimizer, rank, steps=3)
+            save_checkpoint(optimizer, f"{folder}/saved", f"{before}{after}")
+        model = new_model(torch.float64, seed=1)
+        with zero_optimizer(model, build(model), ranks_per_node=1 if after == 2 else 4, **loading) as optimizer:
+            load_checkpoint(optimizer, f"{folder}/saved", f"{before}{after}")
+            for step in range(3, 6):
+                loss_of(model, *batch(step, 0, rank)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            got = as_vector(full_values(model).values())
+        assert (got - as_vector(expected.parameters())).abs().max() < 1e-10, (before, after)
+
+
+def check_sends_what_adamw_sends(rank: int, muon: type[Optimizer], options: dict[str, Any], num_micro: int) -> None:
+    """Between two nodes of two ranks ``muon`` sends what AdamW sends, but for padding."""
+
+    def with_muon(params: list[nn.Parameter]) -> list[Optimizer]:
+        return [muon([p for p in params if p.ndim == 2]), AdamW([p for p in params if p.ndim != 2])]
+
+    sent = []
+    for build in (with_muon, lambda params: [AdamW(params, lr=1e-3)]):
+        torch.manual_seed(0)
+        model = nn.Sequential(*[nn.Sequential(nn.Linear(96, 384), nn.GELU(), nn.Linear(384, 96)) for _ in range(4)])
+        inner = build(list(model.parameters()))
+        with zero_optimizer(
+            model, inner, ranks_per_node=2, gradient_accumulation_steps=num_micro, **options
+        ) as optimizer:
+            with zcomm.traffic() as counts:
+                for step in range(2 * num_micro):
+                    x = torch.randn(4, 96, generator=torch.Generator().manual_seed(step + 10 * rank))
+                    model(x).square().mean().backward()
+                    if (step + 1) % num_micro == 0:
+                        optimizer.step()
+                        optimizer.zero_grad()
+                if "mode" in options:
+                    full_values(model)  # waits until all changes are sent
+            own = torch.tensor([float(counts.bytes(link="inter"))], dtype=torch.float64)
+            sent.append(float(zcomm.control.gather_float64(own, optimizer.topology).sum()))
+    assert sent[0] <= 1.02 * sent[1], sent
 
 
 def steps_in_turn(rank: int, folder: str, slow: int) -> tuple[list[Any], Callable[..., None]]:
