@@ -182,10 +182,12 @@ def test_blocks_have_the_error_that_is_asked_for(error: float) -> None:
 
 @pytest.mark.parametrize("numel", [1, 3, 64, 129, 513, 2048])
 def test_the_expected_length_of_short_messages(numel: int) -> None:
-    used, _ = _coded(torch.randn(numel, generator=torch.Generator().manual_seed(DAY)), ERROR)
+    """On average: the length of a single message depends on what few numbers are drawn."""
+    generator = torch.Generator().manual_seed(DAY)
+    used = [_coded(torch.randn(numel, generator=generator), ERROR)[0] for _ in range(64)]
     expected = grid.expected_nbytes(numel, ERROR)
-    assert used <= grid.max_message_nbytes(numel)
-    assert abs(used - expected) <= max(0.25 * expected, 24)
+    assert max(used) <= grid.max_message_nbytes(numel)
+    assert abs(sum(used) / len(used) - expected) <= max(0.25 * expected, 24)
 
 
 @pytest.mark.parametrize("error", [ERROR, grid.LARGEST_ERROR])
