@@ -414,6 +414,31 @@ def test_a_backward_that_creates_a_graph_leaves_none(stage: int) -> None:
     run_ranks(2, _check_create_graph, stage)
 
 
+def _check_moved(rank: int, stage: int, num_micro: int) -> None:
+    """The masters' gradients are the library's: other memory under one is not taken for the reduced gradient."""
+    oracle, model = Oracle(2), _net()
+    inner = torch.optim.AdamW(model.parameters(), lr=0.1)
+    with zero_optimizer(model, inner, stage=stage, gradient_accumulation_steps=num_micro) as optimizer:
+        for step in range(2):
+            for micro in range(num_micro):
+                (model(_x(10 * step + rank)).square().sum() / num_micro).backward()
+                *masters, _ = optimizer.param_groups[0]["params"]  # the last is the overflow flag
+                used = [master for master in masters if master.grad is not None]
+                assert used or micro < num_micro - 1
+                for master in used:
+                    master.grad.data = torch.zeros_like(master.grad)
+            oracle.step(oracle.mean(lambda net, r, step=step: _grads(net, 10 * step + r)))
+            optimizer.step()
+            optimizer.zero_grad()
+        oracle.check(model)
+
+
+@pytest.mark.parametrize("num_micro", [1, 2])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_gradient_of_a_master_whose_memory_is_moved_is_given_again(stage: int, num_micro: int) -> None:
+    run_ranks(2, _check_moved, stage, num_micro)
+
+
 def _check_cleared_sum(rank: int) -> None:
     """One that came twice is summed beside the 16-bit buffer; the other parameter's stays."""
     model = nn.Linear(WIDTH, WIDTH).bfloat16()

@@ -84,8 +84,8 @@ class FinalGradients(GradientConsumer):
         self.flag = torch.zeros(1, device=runtime.buckets[0].device)
         """The overflow flag."""
         self._overflow: Tensor | None = None
-        self._assigned: list[tuple[Tensor, Tensor] | None] = [None] * len(pieces)
-        """By piece, the reduced gradient whose part its master has, and that part."""
+        self._assigned: list[tuple[Tensor, Tensor, int] | None] = [None] * len(pieces)
+        """By piece, the reduced gradient whose part its master has, that part, and its address: users can move it."""
         for piece in pieces:
             piece.master.grad_dtype = None  # gradients may be 16-bit, masters float32
         runtime.reducer.consumer = self
@@ -203,10 +203,9 @@ class FinalGradients(GradientConsumer):
                     results[number] = reducer.results(grads)
                 result = results[number]
                 assert result is not None, "a used parameter without a gradient"
-                assigned = self._assigned[index]
-                if assigned is None or assigned[0] is not result or piece.master.grad is not assigned[1]:
+                if not _has(piece.master, self._assigned[index], result):
                     piece.master.grad = part = piece.of(result)
-                    self._assigned[index] = result, part
+                    self._assigned[index] = result, part, part.data_ptr()
 
     def _check_all_used(self) -> None:
         if self.runtime.settings.ignore_unused_parameters:
@@ -222,6 +221,13 @@ class FinalGradients(GradientConsumer):
                 f"{len(unused)} parameters had no gradient on any rank in this step, first {unused[:3]}: freeze them "
                 "with requires_grad_(False), or set ignore_unused_parameters=True"
             )
+
+
+def _has(master: Tensor, assigned: tuple[Tensor, Tensor, int] | None, result: Tensor) -> bool:
+    """Whether ``master`` has the part of ``result`` that it was ``assigned``."""
+    if assigned is None or assigned[0] is not result:
+        return False
+    return master.grad is assigned[1] and assigned[1].data_ptr() == assigned[2]
 
 
 class GradScalerHook:
