@@ -71,7 +71,7 @@ REASONS = {
     "so it cannot be tried": "moved nothing in the trial",
     "without a closure": "needs a closure, second derivatives, full matrices, ...",
 }
-NOT_BUILT = "not tried: its constructor needs another model, other groups, more arguments, ..."
+NOT_BUILT = "not tried: cannot be built on this model: needs matrices alone, one group, more arguments, a package"
 
 
 class Case(NamedTuple):

@@ -66,11 +66,12 @@ over the step and the number of cores; at 1.00 no core ever waits.
 Over gloo FSDP2's reduce-scatter is an all-reduce, which sends twice the bytes: over NCCL `fsdp2` would send a
 quarter (`reshard=True`) or a third (`reshard=False`) less. HSDP (`hsdp`: FSDP2 on a mesh of nodes x ranks) keeps
 a copy of the model in each node, and between nodes sends as many bytes over NCCL as here. Both overlap communication
-with computing by streams, which CPUs lack: here they compute and communicate in turn. So tables by rate end with this
-library beside the longer of two times, the least over all peers: of `alone`, and of sending that peer's bytes.
+with computing by streams, which CPUs lack: here they compute and communicate in turn, by default. So tables by rate
+end with this library beside the longer of two times, the least over all peers: of `alone`, and of sending that
+peer's bytes.
 
-The best peer is the fastest of other libraries' systems that train without loss; those that train to another loss
-in as many steps, PowerSGD and DiLoCo, are compared by the time to a loss, with bench/to_loss.py.
+The best peer is the fastest of other libraries' systems that send at least 16 bits a number in every step; those that
+train to another loss in as many steps, PowerSGD and DiLoCo, are compared by the time to a loss, with bench/to_loss.py.
 
 The interval is that of "against the best peer", the median of the rounds' ratios, by order statistics.
 
