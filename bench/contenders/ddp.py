@@ -26,9 +26,6 @@ __all__ = ["ONE_BUCKET", "WHOLE_SHARE", "build", "send_by_powersgd"]
 ONE_BUCKET = 1 << 20
 """MiB of a bucket for PowerSGD: it starts exchanges in gloo's threads, and those of two buckets would mix."""
 
-SMALL_BUCKET = 4
-"""MiB of a bucket of the hook in two hops, as fast as 1 and faster than torch's 25: results/compare_settings.md."""
-
 WHOLE_SHARE = 0.1
 """Of a training, the steps that send whole gradients before PowerSGD starts, as torch recommends."""
 
@@ -49,10 +46,9 @@ def build(
     ``sends``: with "bf16" gradients are rounded before they are sent, and with "bf16 two hops" also added within each
     node first, as no hook of torch does; a ``powersgd_rank`` sends factors of that rank instead; with a
     ``recipe`` this library sends them. ``has_muon``: torch's Muon updates all matrices of blocks on every rank. With
-    accumulation gradients are sent once a step (``no_sync``). ``bucket_mib``: MiB of a bucket, in place of what is the
-    fastest with the hook, or else torch's default.
+    accumulation gradients are sent once a step (``no_sync``). ``bucket_mib``: MiB of a bucket; None: torch's default.
     """
-    cap = bucket_mib or (ONE_BUCKET if powersgd_rank else SMALL_BUCKET if sends == "bf16 two hops" else None)
+    cap = ONE_BUCKET if powersgd_rank else bucket_mib
     model = DistributedDataParallel(setup.model, bucket_cap_mb=cap, gradient_as_bucket_view=gradient_as_bucket_view)
     if sends == "bf16":
         model.register_comm_hook(None, _in_bf16)

@@ -40,10 +40,11 @@ def build(
     if stays_in_node:
         options["hpz_partition_size"] = (setup.topology or Topology.from_env()).ranks_per_node
     if offload is not None:
-        place = {"device": offload} if offload == "cpu" else {"device": offload, "nvme_path": setup.folder}
-        states, params = place, place
-        if offload == "nvme":  # reads and writes of states overlap the update, and parameters are never in memory
-            states, params = place | {"pipeline_read": True, "pipeline_write": True}, place | {"max_in_cpu": 0}
+        states: dict[str, Any] = {"device": offload}
+        params: dict[str, Any] = {"device": offload}
+        if offload == "nvme":  # reads and writes of states overlap the update, and no parameter stays in memory
+            states |= {"nvme_path": setup.folder, "pipeline_read": True, "pipeline_write": True}
+            params |= {"nvme_path": setup.folder, "max_in_cpu": 0}
         options |= {"offload_optimizer": states, "offload_param": params}
     inner: Any = AdamW
     if has_muon:

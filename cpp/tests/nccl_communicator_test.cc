@@ -211,11 +211,11 @@ void CheckFailure(const Case& c, std::size_t number) {
   {
     FakeRanks ranks(&world, c, /*timeout_s=*/0.02);
     world.FailAt(0, number);
-    const std::string error = RuntimeErrorOf([&] { ranks.Call(0); });
+    const std::string error = MessageOf<std::runtime_error>([&] { ranks.Call(0); });
     EXPECT(Contains(error, "injected failure in ") && Contains(error, "has been aborted"), "%s", error.c_str());
-    EXPECT(RuntimeErrorOf([&] { ranks.Call(0); }) == error, "later calls say the same");
-    std::string other = RuntimeErrorOf([&] { ranks.Call(1); });
-    while (other.empty()) other = RuntimeErrorOf([&] { ranks.communicator(1)->Check(); });
+    EXPECT(MessageOf<std::runtime_error>([&] { ranks.Call(0); }) == error, "later calls say the same");
+    std::string other = MessageOf<std::runtime_error>([&] { ranks.Call(1); });
+    while (other.empty()) other = MessageOf<std::runtime_error>([&] { ranks.communicator(1)->Check(); });
     EXPECT(Contains(other, "timed out after") && Contains(other, "has been aborted"), "%s", other.c_str());
   }
   EXPECT(world.num_alive() == 0, "call %zu: %zu things leaked", number, world.num_alive());
@@ -242,7 +242,7 @@ void CheckFailureOfConstruction() {
   for (std::size_t number = 0;; ++number) {
     FakeWorld world(1);
     world.FailAt(0, number);
-    const std::string error = RuntimeErrorOf([&] { FakeRanks ranks(&world, c); });
+    const std::string error = MessageOf<std::runtime_error>([&] { FakeRanks ranks(&world, c); });
     EXPECT(world.num_alive() == 0, "call %zu: %zu things leaked", number, world.num_alive());
     if (error.empty()) return;
     EXPECT(Contains(error, "injected failure in Create"), "%s", error.c_str());
@@ -256,12 +256,13 @@ void CheckTimeoutAndAbort() {
   FakeRanks ranks(&world, c, /*timeout_s=*/0.05);
   ranks.Call(0);
   std::string error;
-  while (error.empty()) error = RuntimeErrorOf([&] { ranks.communicator(0)->Check(); });
+  while (error.empty()) error = MessageOf<std::runtime_error>([&] { ranks.communicator(0)->Check(); });
   EXPECT(Contains(error, "reduce_scatter timed out after 0.05"), "%s", error.c_str());
   ranks.communicator(1)->Abort("rank 1 gives up");
-  EXPECT(Contains(RuntimeErrorOf([&] { ranks.Call(1); }), "rank 1 gives up"), "aborted by hand");
+  EXPECT(Contains(MessageOf<std::runtime_error>([&] { ranks.Call(1); }), "rank 1 gives up"), "aborted by hand");
   world.SetAsyncError(2, "remote process exited");
-  while (!Contains(error, "remote process exited")) error = RuntimeErrorOf([&] { ranks.communicator(2)->Check(); });
+  while (!Contains(error, "remote process exited"))
+    error = MessageOf<std::runtime_error>([&] { ranks.communicator(2)->Check(); });
   ranks.Close(3);  // with nothing in flight
 }
 
@@ -274,13 +275,13 @@ void CheckOrderOfAborts() {
     FakeWorld late(4);
     FakeRanks waiting(&late, c, /*timeout_s=*/0.05);
     waiting.Call(0);
-    while (RuntimeErrorOf([&] { waiting.communicator(0)->Check(); }).empty()) {
+    while (MessageOf<std::runtime_error>([&] { waiting.communicator(0)->Check(); }).empty()) {
     }
     EXPECT(late.Aborted(0) == wanted, "of a call that is late");
     FakeWorld stuck(5);
     FakeRanks hanging(&stuck, c, /*timeout_s=*/0.02);
     stuck.HangAt(0, 5);
-    EXPECT(!RuntimeErrorOf([&] { hanging.Call(0); }).empty(), "a call that hangs");
+    EXPECT(!MessageOf<std::runtime_error>([&] { hanging.Call(0); }).empty(), "a call that hangs");
     EXPECT(stuck.Aborted(0).front() == wanted.front(), "of a call that does not get queued");
   }
 }
@@ -294,7 +295,7 @@ void CheckStuckCalls() {
     FakeRanks ranks(&world, c, /*timeout_s=*/0.02);
     world.TakeCounts(0);
     world.HangAt(0, number);
-    const std::string error = RuntimeErrorOf([&] { ranks.Call(0); });
+    const std::string error = MessageOf<std::runtime_error>([&] { ranks.Call(0); });
     is_over = error.empty();  // there is no such call
     EXPECT(is_over || Contains(error, "reduce_scatter timed out after 0.02"), "call %zu: %s", number, error.c_str());
   }
@@ -312,10 +313,11 @@ void CheckAbortWhileQueueing() {
     std::this_thread::sleep_for(std::chrono::milliseconds(50));
     ranks.communicator(0)->Abort("the ranks make different calls");
   });
-  const std::string error = RuntimeErrorOf([&] { ranks.Call(0); });
+  const std::string error = MessageOf<std::runtime_error>([&] { ranks.Call(0); });
   other.join();
   EXPECT(Contains(error, "the ranks make different calls"), "%s", error.c_str());
-  EXPECT(Contains(RuntimeErrorOf([&] { ranks.Call(0); }), "the ranks make different calls"), "the next call");
+  EXPECT(Contains(MessageOf<std::runtime_error>([&] { ranks.Call(0); }), "the ranks make different calls"),
+         "the next call");
 }
 
 // A graph is captured once and runs twice, each time on the current input.

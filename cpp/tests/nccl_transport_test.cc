@@ -208,12 +208,13 @@ void CheckErrors() {
   NcclTransport transport = Joined();
   fake.calls.clear();
   fake.send_result = Result::kSystemError;
-  const std::string sent = RuntimeErrorOf([&] { transport.Exchange({At(1), 1, 0}, {At(9), 1, 0}, 1, 1, nullptr); });
+  const std::string sent =
+      MessageOf<std::runtime_error>([&] { transport.Exchange({At(1), 1, 0}, {At(9), 1, 0}, 1, 1, nullptr); });
   EXPECT(sent == "ncclSend and ncclRecv: system error (no route)", "%s", sent.c_str());
   EXPECT(fake.calls.back() == "}", "the group is ended");
   fake.num_in_progress = 2;
   fake.then = Result::kSystemError;
-  const std::string later = RuntimeErrorOf([&] { transport.Gather(At(1), At(9), 1, 1, nullptr); });
+  const std::string later = MessageOf<std::runtime_error>([&] { transport.Gather(At(1), At(9), 1, 1, nullptr); });
   EXPECT(later == "ncclAllGather: system error (no route)", "%s", later.c_str());
   EXPECT(transport.AsyncError() == "NCCL: system error (no route)", "%s", transport.AsyncError().c_str());
   for (const char* nothing : {"", static_cast<const char*>(nullptr)}) {  // NCCL has no more to say
@@ -222,7 +223,7 @@ void CheckErrors() {
   }
   fake.num_in_progress = 1;
   EXPECT(transport.AsyncError().empty(), "in progress is no error");
-  EXPECT(RuntimeErrorOf([] { MakeUniqueId(library); }) == "ncclGetUniqueId: system error", "id");
+  EXPECT(MessageOf<std::runtime_error>([] { MakeUniqueId(library); }) == "ncclGetUniqueId: system error", "id");
 }
 
 // Abort() in another thread ends a call that hangs inside NCCL; the timeout ends a destructor that hangs.
@@ -234,7 +235,8 @@ void CheckHangs() {
       while (!fake.is_hanging) std::this_thread::yield();
       transport.Abort();
     });
-    const std::string error = RuntimeErrorOf([&] { transport.Exchange({At(1), 1, 0}, {At(9), 1, 0}, 1, 1, nullptr); });
+    const std::string error =
+        MessageOf<std::runtime_error>([&] { transport.Exchange({At(1), 1, 0}, {At(9), 1, 0}, 1, 1, nullptr); });
     EXPECT(Contains(error, "ncclSend and ncclRecv: ") || Contains(error, "ncclGroupEnd: "), "%s", error.c_str());
     watch.join();
   }
@@ -249,7 +251,7 @@ void CheckHangs() {
 }
 
 void CheckTimeouts() {
-  const std::string alone = RuntimeErrorOf([] { Joined(1 << 30, std::chrono::duration<double>(0.01)); });
+  const std::string alone = MessageOf<std::runtime_error>([] { Joined(1 << 30, std::chrono::duration<double>(0.01)); });
   EXPECT(Contains(alone, "ncclCommInitRankConfig timed out after 0.01"), "%s", alone.c_str());
   ExpectCalls({"init 1/2i", "abort"});
   ResetFake();
@@ -259,8 +261,8 @@ void CheckTimeouts() {
     fake.num_in_progress = 1 << 30;
     return RecordCall("split");
   };
-  const std::string split =
-      RuntimeErrorOf([&] { NcclTransport(&never, MakeUniqueId(never), 2, 1, std::chrono::duration<double>(0.01)); });
+  const std::string split = MessageOf<std::runtime_error>(
+      [&] { NcclTransport(&never, MakeUniqueId(never), 2, 1, std::chrono::duration<double>(0.01)); });
   EXPECT(Contains(split, "ncclCommSplit timed out after 0.01"), "%s", split.c_str());
   ExpectCalls({"init 1/2i", "split", "abort"});
 }

@@ -358,7 +358,7 @@ class Gatherer(RuntimePart):
             if index not in filled:
                 yield self._buckets[index].storage, num_started.pop(index, 0)
                 filled |= {index} if self._sources[index].keeps_values else set()
-        if mode is IterationKind.TRAINING:
+        if mode is IterationKind.TRAINING:  # the step changes these
             filled |= {bucket.index for bucket in self._buckets if bucket.is_trainable}
         for index in schedule.next_iteration() if len(filled) < len(self._buckets) else ():
             if index not in filled:

@@ -401,6 +401,7 @@ class Hooks(RuntimePart):
             self._gatherer.release_if_unneeded(bucket, may_keep=output is not None)
 
     def _start_backward(self, _: Tensor | None = None) -> None:
+        """Note that a backward is running. It is itself the hook of each parameter, which passes a gradient."""
         if self._backward is not None and self._backward() is not None and not self._forwards:
             return  # it is running: every gradient comes here
         self.recover()

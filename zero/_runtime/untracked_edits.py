@@ -23,7 +23,7 @@ def check_model_unchanged(model: nn.Module, buckets: Sequence[Bucket]) -> None:
     """Raise StateError if a parameter was added, replaced, moved or unfrozen after ``buckets`` were built."""
     managed = {id(param) for bucket in buckets for param in bucket.params}
     frozen = [param for bucket in buckets if not bucket.is_trainable for param in bucket.params]
-    # Names and modules of parameters take a hundredth of a small step: they are looked for only if they are needed.
+    # This runs in every step, so names are looked up only for an error.
     if not _parameter_ids(model) <= managed or any(param.requires_grad for param in frozen):
         _raise_named(model, managed)
     for bucket in buckets:
@@ -37,7 +37,7 @@ def check_model_unchanged(model: nn.Module, buckets: Sequence[Bucket]) -> None:
 
 
 def _parameter_ids(model: nn.Module) -> set[int]:
-    """Those of all parameters of ``model``."""
+    """The ids of all parameters of ``model``, without ``model.parameters()``, which hashes each tensor in Python."""
     modules, seen, found = [model], {id(model)}, set[int]()
     for module in modules:
         for child in module._modules.values():

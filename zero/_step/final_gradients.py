@@ -84,8 +84,6 @@ class FinalGradients(GradientConsumer):
         self.flag = torch.zeros(1, device=runtime.buckets[0].device)
         """The overflow flag."""
         self._overflow: Tensor | None = None
-        self._assigned: list[tuple[Tensor, Tensor, int] | None] = [None] * len(pieces)
-        """By piece, the reduced gradient whose part its master has, that part, and its address: users can move it."""
         for piece in pieces:
             piece.master.grad_dtype = None  # gradients may be 16-bit, masters float32
         runtime.reducer.consumer = self
@@ -172,7 +170,7 @@ class FinalGradients(GradientConsumer):
 
     def clear(self) -> None:
         """Drop the gradients: the step is over. Also checks its messages' flags for errors."""
-        self._overflow, self.flag.grad, self._assigned = None, None, [None] * len(self._pieces)
+        self._overflow, self.flag.grad = None, None
         for piece in self._pieces:
             piece.master.grad = None
         check_all_flags()
@@ -189,7 +187,7 @@ class FinalGradients(GradientConsumer):
         """
         with torch._C.DisableTorchFunctionSubclass():
             results: dict[int, Tensor | None] = {}
-            for index, piece in enumerate(self._pieces):
+            for piece in self._pieces:
                 number, reducer = piece.bucket.index, self.runtime.reducer
                 grads = reducer.by_bucket[number]
                 if not grads.used[piece.slot] or piece.param.grad is None:
@@ -203,9 +201,7 @@ class FinalGradients(GradientConsumer):
                     results[number] = reducer.results(grads)
                 result = results[number]
                 assert result is not None, "a used parameter without a gradient"
-                if not _has(piece.master, self._assigned[index], result):
-                    piece.master.grad = part = piece.of(result)
-                    self._assigned[index] = result, part, part.data_ptr()
+                piece.master.grad = piece.of(result)
 
     def _check_all_used(self) -> None:
         if self.runtime.settings.ignore_unused_parameters:
@@ -221,13 +217,6 @@ class FinalGradients(GradientConsumer):
                 f"{len(unused)} parameters had no gradient on any rank in this step, first {unused[:3]}: freeze them "
                 "with requires_grad_(False), or set ignore_unused_parameters=True"
             )
-
-
-def _has(master: Tensor, assigned: tuple[Tensor, Tensor, int] | None, result: Tensor) -> bool:
-    """Whether ``master`` has the part of ``result`` that it was ``assigned``."""
-    if assigned is None or assigned[0] is not result:
-        return False
-    return master.grad is assigned[1] and assigned[1].data_ptr() == assigned[2]
 
 
 class GradScalerHook:
