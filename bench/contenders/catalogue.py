@@ -62,12 +62,19 @@ ENTRIES |= {
     "deepspeed stage 1 x4": Entry(1, "deepspeed_engine", {"stage": 1, "accumulation": 4}, "deepspeed"),
     "deepspeed stage 3 x4": Entry(3, "deepspeed_engine", {"stage": 3, "accumulation": 4}, "deepspeed"),
     "deepspeed stage 3 offload": Entry(3, "deepspeed_engine", OFFLOADED, "deepspeed"),
+    "deepspeed stage 3 offload cpu adam": Entry(3, "deepspeed_engine", OFFLOADED | {"has_cpu_adam": True}, "deepspeed"),
+    "deepspeed stage 3 nvme": Entry(
+        3, "deepspeed_engine", {"stage": 3, "offload": "nvme", "has_cpu_adam": True}, "deepspeed"
+    ),
     "zero stage 2 bf16 gradients": Entry(2, "zero_optimizer", {"stage": 2, "gradient_format": "bf16"}),
     "zero stage 3 small whole": Entry(3, "zero_optimizer", SMALL_PERSISTENT),
     "zero stage 3 offload": Entry(3, "zero_optimizer", OFFLOADED),
     "zero stage 3 offload small whole": Entry(3, "zero_optimizer", OFFLOADED | SMALL_PERSISTENT),
     "zero stage 3 nvme": Entry(3, "zero_optimizer", OFFLOADED | {"offload": "nvme"}),
     "zero stage 3 nvme small whole": Entry(3, "zero_optimizer", OFFLOADED | SMALL_PERSISTENT | {"offload": "nvme"}),
+    "zero stage 3 nvme states small whole": Entry(
+        3, "zero_optimizer", OFFLOADED | SMALL_PERSISTENT | {"offload": "states"}
+    ),
     "zero++": Entry(3, "zero_optimizer", ZEROPP),
     "zero++ x4": Entry(3, "zero_optimizer", ZEROPP | {"accumulation": 4}),
     "delta-hpz": Entry(3, "zero_optimizer", DELTA),
@@ -120,10 +127,11 @@ COMPARED = (
     "fsdp2 reshard=False", "fsdp2 reshard=True", "fsdp2 reshard=False x4",
     "hsdp reshard=False", "hsdp reshard=True", "hsdp reshard=False x4", "hsdp reshard=True x4",
     "deepspeed stage 1", "deepspeed stage 2", "deepspeed stage 3", "deepspeed stage 3 offload",
-    "deepspeed stage 1 x4", "deepspeed stage 3 x4",
+    "deepspeed stage 3 offload cpu adam", "deepspeed stage 3 nvme", "deepspeed stage 1 x4", "deepspeed stage 3 x4",
     "zero stage 1", "zero stage 2", "zero stage 2 bf16 gradients", "zero stage 3", "zero stage 3 small whole",
     "zero stage 3 offload",
     "zero stage 3 offload small whole", "zero stage 3 nvme", "zero stage 3 nvme small whole",
+    "zero stage 3 nvme states small whole",
     "zero++", "zero++ reshard=False", "zero++ x4", "zero++ no_sync x4",
     "delta-hpz", "delta-hpz reshard=False", "delta-hpz exact", "delta-hpz exact reshard=False",
     "delta-hpz exact coded", "delta-hpz exact coded reshard=False", "delta-hpz x4", "delta-hpz no_sync x4",
@@ -132,9 +140,10 @@ COMPARED = (
 """The contenders in the tables of compare.py."""
 FLOAT32_ONLY = ("zero stage 2 bf16 gradients",)
 """With bfloat16 parameters ``zero stage 2`` sends bf16 gradients anyway."""
-DEFAULT = tuple(
-    name for name in COMPARED if not name.endswith(" muon") and name not in (*INEXACT, *FLOAT32_ONLY, *SETTINGS)
-)
+COMPILED = ("deepspeed stage 3 offload cpu adam", "deepspeed stage 3 nvme")
+"""DeepSpeed compiles what these need when they are first used, the second against libaio, which must be installed."""
+OPTIONAL = (*INEXACT, *FLOAT32_ONLY, *SETTINGS, *COMPILED, "zero stage 3 nvme states small whole")
+DEFAULT = tuple(name for name in COMPARED if not name.endswith(" muon") and name not in OPTIONAL)
 """Those that it measures unless others are asked for."""
 
 

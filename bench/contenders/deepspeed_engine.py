@@ -7,6 +7,7 @@ from typing import Any
 
 import deepspeed
 import torch
+from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.utils import safe_get_full_fp32_param
 from torch import Tensor, nn
 from torch.optim import AdamW
@@ -22,13 +23,20 @@ warnings.filterwarnings(
 
 
 def build(
-    setup: ContenderSetup, stage: int, *, offload: str | None = None, accumulation: int = 1, has_muon: bool = False
+    setup: ContenderSetup,
+    stage: int,
+    *,
+    offload: str | None = None,
+    has_cpu_adam: bool = False,
+    accumulation: int = 1,
+    has_muon: bool = False,
 ) -> Contender:
     """Wrap the model at ``stage``. Defaults, except that nothing is clipped, as by no other contender, and for buckets.
 
     DeepSpeed allocates these in full, by default for 5e8 elements; here they are as large as the model.
 
-    ``offload`` "cpu" stores parameters and states in host memory, where torch's optimizer updates them.
+    ``offload`` is where parameters and states are stored: "cpu", or "nvme" for files in the setup's folder.
+    ``has_cpu_adam``: DeepSpeed's own AdamW updates them, which it compiles when it is first used; otherwise torch's does.
     ``has_muon``: DeepSpeed's Muon updates the matrices of blocks, by the standard iteration.
     """
     parameters = list(setup.model.parameters())
@@ -41,7 +49,7 @@ def build(
         "zero_allow_untested_optimizer": True,
     }
     if offload is not None:
-        config["zero_optimization"] |= {"offload_optimizer": {"device": offload}, "offload_param": {"device": offload}}
+        config["zero_optimization"] |= _offloaded(setup, offload, numel)
         config["zero_force_ds_cpu_optimizer"] = False
     if setup.dtype == torch.bfloat16:
         config["bf16"] = {"enabled": True}
@@ -52,6 +60,8 @@ def build(
         params |= {"betas": (0.9, 0.999), "eps": 1e-8, "ns_method": "standard", "torch_adam": True}  # AdamW's own
         config["optimizer"] = {"type": "Muon", "params": params}
         _name_output_layer(setup.model)
+    elif has_cpu_adam:
+        optimizer = DeepSpeedCPUAdam(setup.model.parameters(), lr=setup.learning_rate, weight_decay=0.01)  # as AdamW's
     else:
         optimizer = AdamW(setup.model.parameters(), lr=setup.learning_rate, fused=True)
     engine, *_ = deepspeed.initialize(model=setup.model, optimizer=optimizer, config=config)
@@ -66,6 +76,16 @@ def build(
         return total
 
     return Contender(step, accumulation, engine.destroy, lambda: map(safe_get_full_fp32_param, parameters))
+
+
+def _offloaded(setup: ContenderSetup, device: str, numel: int) -> dict[str, Any]:
+    """Its settings of offloading. Reads and writes of files overlap the update, as in this library's contender."""
+    states: dict[str, Any] = {"device": device}
+    params: dict[str, Any] = {"device": device}
+    if device == "nvme":
+        states |= {"nvme_path": setup.folder, "pipeline_read": True, "pipeline_write": True}
+        params |= {"nvme_path": setup.folder, "buffer_size": numel, "max_in_cpu": 0}
+    return {"offload_optimizer": states, "offload_param": params}
 
 
 def _name_output_layer(model: nn.Module) -> None:

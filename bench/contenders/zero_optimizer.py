@@ -33,18 +33,20 @@ def build(
 
     ``has_no_sync``: gradients of all batches but the last are added on each rank, and not reduced.
 
-    ``offload`` is where parameters and states are stored: "cpu", or "nvme" for files in the setup's folder.
+    ``offload`` is where parameters and states are stored: "cpu", or "nvme" for files in the setup's folder, or "states":
+    states in files and parameters in host memory.
     ``has_muon``: this library's Muon updates the matrices of blocks, with the bits of torch's.
     """
     model = setup.model.to(setup.dtype)
     if stays_in_node:
         options["hpz_partition_size"] = (setup.topology or Topology.from_env()).ranks_per_node
     if offload is not None:
-        states: dict[str, Any] = {"device": offload}
-        params: dict[str, Any] = {"device": offload}
-        if offload == "nvme":  # reads and writes of states overlap the update, and no parameter stays in memory
-            states |= {"nvme_path": setup.folder, "pipeline_read": True, "pipeline_write": True}
-            params |= {"nvme_path": setup.folder, "max_in_cpu": 0}
+        states: dict[str, Any] = {"device": "cpu"}
+        params: dict[str, Any] = {"device": "cpu"}
+        if offload in ("nvme", "states"):  # reads and writes of states overlap the update
+            states = {"device": "nvme", "nvme_path": setup.folder, "pipeline_read": True, "pipeline_write": True}
+        if offload == "nvme":  # no parameter stays in memory
+            params = {"device": "nvme", "nvme_path": setup.folder, "max_in_cpu": 0}
         options |= {"offload_optimizer": states, "offload_param": params}
     inner: Any = AdamW
     if has_muon:

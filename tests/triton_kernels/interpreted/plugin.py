@@ -2,12 +2,14 @@
 
 The interpreter replaces the functions of triton.language again for each call of each function, nine tenths of its
 time. Here once is enough, since nothing in such a process compiles. Of what is left, a third was a check of each
-integer operation for overflow, whose outcome is looked at in Triton's debug mode alone.
+integer operation for overflow, whose outcome is looked at in Triton's debug mode alone; of the rest, a third was
+memory for Python's own stack (:func:`in_a_large_frame`).
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
@@ -19,6 +21,26 @@ from triton.runtime import interpreter
 class _Nothing:
     def restore(self) -> None:
         """Do nothing: nothing was replaced."""
+
+
+def in_a_large_frame(call: Callable[[], None]) -> None:
+    """Call ``call`` where Python's stack has room for all that it calls.
+
+    CPython allocates its stack in chunks of 16 KiB. Each call across the end of one maps a new one, and each return
+    unmaps it: the interpreter's calls did so a million times.
+    """
+    call()
+
+
+# CPython gives a frame of half a MiB a chunk of the next power of two, whose rest is for the frames above it.
+in_a_large_frame.__code__ = in_a_large_frame.__code__.replace(co_stacksize=2**16 + 2**10)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool:
+    names = pyfuncitem._fixtureinfo.argnames
+    in_a_large_frame(lambda: pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
+    return True
 
 
 def pytest_configure(config: pytest.Config) -> None:
