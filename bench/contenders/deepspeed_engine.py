@@ -36,7 +36,7 @@ def build(
     DeepSpeed allocates these in full, by default for 5e8 elements; here they are as large as the model.
 
     ``offload`` is where parameters and states are stored: "cpu", or "nvme" for files in the setup's folder.
-    ``has_cpu_adam``: DeepSpeed's own AdamW updates them, which it compiles when it is first used; otherwise torch's does.
+    ``has_cpu_adam``: DeepSpeed's own AdamW updates them, compiled when it is first used; otherwise torch's does.
     ``has_muon``: DeepSpeed's Muon updates the matrices of blocks, by the standard iteration.
     """
     parameters = list(setup.model.parameters())
