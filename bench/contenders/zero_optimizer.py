@@ -33,8 +33,8 @@ def build(
 
     ``has_no_sync``: gradients of all batches but the last are added on each rank, and not reduced.
 
-    ``offload`` is where parameters and states are stored: "cpu", "nvme" for files in the setup's folder, or "states" for
-    states in files and parameters in host memory.
+    ``offload`` is where parameters and states are stored: "cpu", "nvme" for files in the setup's folder, or "states":
+    states in files, parameters in host memory.
     ``has_muon``: this library's Muon updates the matrices of blocks, with the bits of torch's.
     """
     model = setup.model.to(setup.dtype)
