@@ -66,6 +66,8 @@ ENTRIES |= {
     "deepspeed stage 3 nvme": Entry(
         3, "deepspeed_engine", {"stage": 3, "offload": "nvme", "has_cpu_adam": True}, "deepspeed"
     ),
+    "zero stage 1 x4": Entry(1, "zero_optimizer", {"stage": 1, "accumulation": 4}),
+    "zero stage 2 no_sync x4": Entry(2, "zero_optimizer", {"stage": 2, "accumulation": 4, "has_no_sync": True}),
     "zero stage 2 bf16 gradients": Entry(2, "zero_optimizer", {"stage": 2, "gradient_format": "bf16"}),
     "zero stage 3 small whole": Entry(3, "zero_optimizer", SMALL_PERSISTENT),
     "zero stage 3 offload": Entry(3, "zero_optimizer", OFFLOADED),
@@ -105,9 +107,14 @@ ENTRIES |= {
         f"{name} prefetch": ENTRIES[name]._replace(options=ENTRIES[name].options | {"prefetches": True})
         for name in ("fsdp2 reshard=False", "fsdp2 reshard=True", "hsdp reshard=False")
     },
+    **{
+        f"{name} all-to-all": ENTRIES[name]._replace(options=ENTRIES[name].options | {"scatters": True})
+        for name in ("fsdp2 reshard=False", "fsdp2 reshard=True")
+    },
+    "deepspeed stage 3 hpz": Entry(3, "deepspeed_engine", {"stage": 3, "stays_in_node": True}, "deepspeed"),
 }
-"""Other settings of peers, compared once: bench/results/compare_settings.md."""
-SETTINGS = tuple(name for name in ENTRIES if name.endswith((" MiB", " prefetch")))
+"""Other settings of peers, compared once: bench/results/compare_settings.md, compare_more_peers.md."""
+SETTINGS = tuple(name for name in ENTRIES if name.endswith((" MiB", " prefetch", " all-to-all", " hpz")))
 POWERSGD = {f"ddp powersgd {rank}": {"gradient_as_bucket_view": True, "powersgd_rank": rank} for rank in (4, 16)}
 ENTRIES |= {name: Entry(0, "ddp", options) for name, options in POWERSGD.items()}
 ENTRIES |= {f"diloco x{n}": Entry(0, "diloco", {"accumulation": n}, "torchft") for n in (10, 50)}
@@ -128,8 +135,8 @@ COMPARED = (
     "hsdp reshard=False", "hsdp reshard=True", "hsdp reshard=False x4", "hsdp reshard=True x4",
     "deepspeed stage 1", "deepspeed stage 2", "deepspeed stage 3", "deepspeed stage 3 offload",
     "deepspeed stage 3 offload cpu adam", "deepspeed stage 3 nvme", "deepspeed stage 1 x4", "deepspeed stage 3 x4",
-    "zero stage 1", "zero stage 2", "zero stage 2 bf16 gradients", "zero stage 3", "zero stage 3 small whole",
-    "zero stage 3 offload",
+    "zero stage 1", "zero stage 1 x4", "zero stage 2", "zero stage 2 no_sync x4", "zero stage 2 bf16 gradients",
+    "zero stage 3", "zero stage 3 small whole", "zero stage 3 offload",
     "zero stage 3 offload small whole", "zero stage 3 nvme", "zero stage 3 nvme small whole",
     "zero stage 3 nvme states small whole",
     "zero++", "zero++ reshard=False", "zero++ x4", "zero++ no_sync x4",

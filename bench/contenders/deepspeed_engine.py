@@ -7,6 +7,7 @@ from typing import Any
 
 import deepspeed
 import torch
+import torch.distributed as dist
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.utils import safe_get_full_fp32_param
 from torch import Tensor, nn
@@ -28,6 +29,7 @@ def build(
     *,
     offload: str | None = None,
     has_cpu_adam: bool = False,
+    stays_in_node: bool = False,
     accumulation: int = 1,
     has_muon: bool = False,
 ) -> Contender:
@@ -37,6 +39,7 @@ def build(
 
     ``offload`` is where parameters and states are stored: "cpu", or "nvme" for files in the setup's folder.
     ``has_cpu_adam``: DeepSpeed's own AdamW updates them, compiled when it is first used; otherwise torch's does.
+    ``stays_in_node``: the ranks of a node keep all parameters (hpZ), so that only the first gather crosses the network.
     ``has_muon``: DeepSpeed's Muon updates the matrices of blocks, by the standard iteration.
     """
     parameters = list(setup.model.parameters())
@@ -51,6 +54,9 @@ def build(
     if offload is not None:
         config["zero_optimization"] |= _offloaded(setup, offload, numel)
         config["zero_force_ds_cpu_optimizer"] = False
+    if stays_in_node:
+        assert setup.topology is not None, "hpZ needs nodes"
+        config["zero_optimization"]["zero_hpz_partition_size"] = setup.topology.ranks_per_node
     if setup.dtype == torch.bfloat16:
         config["bf16"] = {"enabled": True}
     optimizer = None
@@ -79,12 +85,20 @@ def build(
 
 
 def _offloaded(setup: ContenderSetup, device: str, numel: int) -> dict[str, Any]:
-    """Its settings of offloading. Reads and writes of files overlap the update, as in this library's contender."""
+    """Its settings of offloading. A rank's states are three sub-groups in files, moved while others are updated.
+
+    By default there is one, and nothing to overlap. DeepSpeed keeps smaller parts than 1 MiB in memory.
+    """
     states: dict[str, Any] = {"device": device}
     params: dict[str, Any] = {"device": device}
     if device == "nvme":
         states |= {"nvme_path": setup.folder, "pipeline_read": True, "pipeline_write": True}
         params |= {"nvme_path": setup.folder, "buffer_size": numel, "max_in_cpu": 0}
+        return {
+            "offload_optimizer": states,
+            "offload_param": params,
+            "sub_group_size": numel // dist.get_world_size() // 3,
+        }
     return {"offload_optimizer": states, "offload_param": params}
 
 

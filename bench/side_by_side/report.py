@@ -51,10 +51,10 @@ class Row:
 
     @property
     def inter_units(self) -> float:
-        """Bytes between nodes in a step, in M."""
-        record = self.finished[0]
-        num_nodes = int(record.nodes_x_ranks.split("x")[0])
-        return inter_node_model_units(record.inter_nbytes_per_step, num_nodes, record.numel)
+        """Bytes between nodes in a step, in M: the mean over the seeds."""
+        first = self.finished[0]
+        nbytes = statistics.fmean(record.inter_nbytes_per_step for record in self.finished)
+        return inter_node_model_units(nbytes, int(first.nodes_x_ranks.split("x")[0]), first.numel)
 
     @property
     def drift(self) -> float:
