@@ -129,6 +129,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "users x4 fast": lambda: _compared("compare_users_x4", "bfloat16 users 1gbit", 4, NETWORK_COLUMNS),
     "users steps": lambda: _rates("compare_users_steps", "users", 1),
     "settings": lambda: _rates("compare_settings", "users", 1),
+    "more peers": lambda: _compared("compare_more_peers", "bfloat16 users 200mbit", 1, NETWORK_COLUMNS),
+    "more peers x4": lambda: _compared("compare_more_peers", "bfloat16 users 200mbit", 4, NETWORK_COLUMNS),
     "small batch": lambda: _compared("compare_small_batch", "float32 network loopback", 1, PARTS_COLUMNS),
     "network": lambda: _compared("compare_13m", "bfloat16 network 200mbit", 1, NETWORK_COLUMNS),
     "network x4": lambda: _compared("compare_13m", "bfloat16 network 200mbit", 4, NETWORK_COLUMNS),
