@@ -13,7 +13,7 @@ shows the error, and it is tried again next time. Columns:
     held-out loss      nats per byte after the last step: mean ± standard error over the seeds
     minus bf16-zero3   mean ± standard error of the paired differences, each between two runs of one seed; of how many.
                        Muon's configurations: minus bf16-zero3-muon
-    M between nodes    bytes of the median step over all ranks, by zcomm.traffic, in M: the model in bf16; mean over seeds
+    M between nodes    bytes of the median step over all ranks, by zcomm.traffic, in M, the model in bf16; seeds' mean
     gradient error     |averaged gradient - exact| / |exact|, sampled, the exact one from every rank's own micro-batches
     weight error       |what the forward reads - float32 masters| / |masters|; bf16 rounding: of the masters
     drift              the weight error at the end over the larger of that at step 20 and of bf16 rounding

@@ -85,21 +85,18 @@ def build(
 
 
 def _offloaded(setup: ContenderSetup, device: str, numel: int) -> dict[str, Any]:
-    """Its settings of offloading. A rank's states are three sub-groups in files, moved while others are updated.
+    """Its settings of offloading. A rank's states are two sub-groups in files, one moved while the other is updated.
 
-    By default there is one, and nothing to overlap. DeepSpeed keeps smaller parts than 1 MiB in memory.
+    By default there is one, and nothing to overlap; of more, some would be below 1 MiB, and stay in memory. Each takes
+    four buffers.
     """
     states: dict[str, Any] = {"device": device}
     params: dict[str, Any] = {"device": device}
     if device == "nvme":
-        states |= {"nvme_path": setup.folder, "pipeline_read": True, "pipeline_write": True}
+        states |= {"nvme_path": setup.folder, "pipeline_read": True, "pipeline_write": True, "buffer_count": 12}
         params |= {"nvme_path": setup.folder, "buffer_size": numel, "max_in_cpu": 0}
-        return {
-            "offload_optimizer": states,
-            "offload_param": params,
-            "sub_group_size": numel // dist.get_world_size() // 3,
-        }
-    return {"offload_optimizer": states, "offload_param": params}
+    sections = {"offload_optimizer": states, "offload_param": params}
+    return sections | ({"sub_group_size": numel // dist.get_world_size() // 2} if device == "nvme" else {})
 
 
 def _name_output_layer(model: nn.Module) -> None:
