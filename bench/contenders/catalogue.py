@@ -148,7 +148,7 @@ COMPARED = (
 FLOAT32_ONLY = ("zero stage 2 bf16 gradients",)
 """With bfloat16 parameters ``zero stage 2`` sends bf16 gradients anyway."""
 COMPILED = ("deepspeed stage 3 offload cpu adam", "deepspeed stage 3 nvme")
-"""DeepSpeed compiles what these need when they are first used, the second against libaio, which must be installed."""
+"""DeepSpeed compiles parts of these when they are first used, and needs ninja; files need libaio's headers, too."""
 OPTIONAL = (*INEXACT, *FLOAT32_ONLY, *SETTINGS, *COMPILED, "zero stage 3 nvme states small whole")
 DEFAULT = tuple(name for name in COMPARED if not name.endswith(" muon") and name not in OPTIONAL)
 """Those that it measures unless others are asked for."""

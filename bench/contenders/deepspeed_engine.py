@@ -39,7 +39,7 @@ def build(
 
     ``offload`` is where parameters and states are stored: "cpu", or "nvme" for files in the setup's folder.
     ``has_cpu_adam``: DeepSpeed's own AdamW updates them, compiled when it is first used; otherwise torch's does.
-    ``stays_in_node``: the ranks of a node keep all parameters (hpZ), so that only the first gather crosses the network.
+    ``stays_in_node``: the ranks of a node keep all parameters together (hpZ): only the first gather leaves the node.
     ``has_muon``: DeepSpeed's Muon updates the matrices of blocks, by the standard iteration.
     """
     parameters = list(setup.model.parameters())
@@ -85,18 +85,19 @@ def build(
 
 
 def _offloaded(setup: ContenderSetup, device: str, numel: int) -> dict[str, Any]:
-    """Its settings of offloading. A rank's states are two sub-groups in files, one moved while the other is updated.
+    """Its settings of offloading. In files a rank's states are two sub-groups, one moved while the other is updated.
 
-    By default there is one, and nothing to overlap; of more, some would be below 1 MiB, and stay in memory. Each takes
-    four buffers.
+    By default there is one, and nothing to overlap; of more, DeepSpeed would keep those below 1 MiB in memory.
     """
-    states: dict[str, Any] = {"device": device}
-    params: dict[str, Any] = {"device": device}
-    if device == "nvme":
-        states |= {"nvme_path": setup.folder, "pipeline_read": True, "pipeline_write": True, "buffer_count": 12}
-        params |= {"nvme_path": setup.folder, "buffer_size": numel, "max_in_cpu": 0}
-    sections = {"offload_optimizer": states, "offload_param": params}
-    return sections | ({"sub_group_size": numel // dist.get_world_size() // 2} if device == "nvme" else {})
+    if device != "nvme":
+        return {"offload_optimizer": {"device": device}, "offload_param": {"device": device}}
+    files = {"device": device, "nvme_path": setup.folder}
+    return {
+        # DeepSpeed stops with an AssertionError if sub-groups on their way need more than the default of 4 buffers.
+        "offload_optimizer": files | {"pipeline_read": True, "pipeline_write": True, "buffer_count": 12},
+        "offload_param": files | {"buffer_size": numel, "max_in_cpu": 0},
+        "sub_group_size": numel // dist.get_world_size() // 2,
+    }
 
 
 def _name_output_layer(model: nn.Module) -> None:

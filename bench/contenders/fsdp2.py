@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.optim import AdamW
 
 from contenders.contender import Contender, ContenderSetup, torch_step
@@ -41,7 +41,7 @@ def build(
     ``has_muon``: Muon updates the matrices of blocks, each gathered on every rank.
     ``recipe``: this library exchanges parameters and gradients; with ``is_hybrid`` it also averages over the nodes.
     ``prefetches``: a block's parameters are gathered, without streams, while the block before it computes.
-    ``scatters``: gradients are reduced by an all-to-all, with half the bytes of gloo's all-reduce.
+    ``scatters``: gradients are reduced by an all-to-all; each rank sends half as much as in gloo's all-reduce.
     """
     model, is_wide = setup.model, setup.dtype == torch.float32
     mesh, replicas = _mesh(setup, is_hybrid=is_hybrid), None
@@ -72,11 +72,8 @@ def build(
     return Contender(step, accumulation, weights=lambda: (param.full_tensor() for param in model.parameters()))
 
 
-class _AllToAll(ReduceScatter):
-    """A reduce-scatter that sends to each rank only its part, which it sums in float32."""
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(size, dtype=dtype, device=device)
+class _AllToAll(DefaultReduceScatter):
+    """A reduce-scatter that sends each rank only the part that this rank keeps, and sums in float32."""
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, **_: object
