@@ -288,6 +288,130 @@ def test_a_failed_step_on_files_never_was(tmp_path: Path) -> None:
     run_ranks(2, _check_broken_files, str(tmp_path))
 
 
+def _check_read_once(rank: int, folder: str) -> None:
+    """Backward reads as many sub-groups as buffers, the step the others: each once."""
+    ahead, in_turn = _offload("nvme ahead", folder), _offload("nvme", folder)
+    for options, num_ahead in ((ahead, 3), (in_turn, 0)):
+        model = new_model()
+        with zero_optimizer(model, zero.CPUAdam, lr=1e-2, stage=2, **options) as optimizer:
+            _steps(model, optimizer, rank, range(1))
+            num_groups = len(optimizer.parts.runtime.state_files.groups)
+            assert num_groups > 3
+            for expected in (2 * num_ahead, 0):  # masters and moments; none after a backward without a step
+                with moved() as backward:
+                    loss_of(model, *batch(1, 0, rank)).backward()
+                assert backward.calls(kind="states", link="read") == expected
+                optimizer.zero_grad()
+            loss_of(model, *batch(1, 0, rank)).backward()
+            with moved() as step:
+                optimizer.step()
+            assert step.calls(kind="states", link="read") == 2 * (num_groups - num_ahead)
+
+
+def _check_buffers(rank: int, folder: str) -> None:
+    """Of three sub-groups in memory two are not updated."""
+    model = nn.ModuleList(nn.Linear(64, 64) for _ in range(2))
+    with zero_optimizer(model, zero.CPUAdam, lr=1e-2, stage=3, **_offload("nvme ahead", folder)) as optimizer:
+        for first in (0, 1, 1):
+            nn.Sequential(*model[first:])(torch.ones(1, 64)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        files = optimizer.parts.runtime.state_files
+        assert len(files.groups) == 4
+        size = max(files.master_nbytes(group) + files.moment_nbytes(group) for group in files.groups)
+        assert files.store.buffers.nbytes <= 3 * size
+
+
+def test_what_is_read_ahead_counts_as_buffers(tmp_path: Path) -> None:
+    run_ranks(2, _check_buffers, str(tmp_path))
+
+
+def test_the_first_states_are_read_during_backward(tmp_path: Path) -> None:
+    run_ranks(2, _check_read_once, str(tmp_path))
+
+
+def _train_with_writes(rank: int, **options: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """States are replaced between backward and step, in each way that there is; two layers go unused in a step."""
+    model = new_model(torch.bfloat16, has_unused=True)
+    with zero_optimizer(model, zero.CPUAdam, lr=1e-2, stage=2, **options) as optimizer:
+        losses = _steps(model, optimizer, rank, range(2))
+        state, weight = copy.deepcopy(optimizer.state_dict()), model.head.weight
+        value = torch.linspace(-1, 1, weight.numel()).view_as(weight)
+
+        def set_states() -> None:
+            zero.utils.safe_set_full_fp32_param(weight, value)
+            zero.utils.safe_set_full_optimizer_state(weight, value * 2, "exp_avg")
+
+        def set_parameters() -> None:
+            with torch.no_grad(), zero.GatheredParameters(list(model.parameters()), modifier_rank=LAST):
+                for param in model.parameters():
+                    param.mul_(1.5)
+
+        for step, change in enumerate((set_states, set_parameters, lambda: optimizer.load_state_dict(state)), start=2):
+            loss = loss_of(model, *batch(step, 0, rank))
+            loss.backward()
+            change()
+            loss_of(model, *batch(step, 1, rank)).backward()  # what is loaded has no gradients
+            losses.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+        return [*losses, *_steps(model, optimizer, rank, range(5, 6))], full_values(model) | _states_of(optimizer)
+
+
+def _check_writes(rank: int, folder: str) -> None:
+    expected = _train_with_writes(rank)
+    for keeps in (True, False):
+        got = _train_with_writes(rank, **_offload("nvme ahead", folder), keep_previous_states=keeps)
+        assert expected[0] == got[0]
+        assert_same_bits(expected[1], got[1])
+
+
+def test_what_is_written_after_backward_is_what_the_step_reads(tmp_path: Path) -> None:
+    run_ranks(2, _check_writes, str(tmp_path))
+
+
+class Unread:
+    """A transfer that fails."""
+
+    is_done = True
+
+    def wait(self) -> None:
+        raise OSError(5, "unreadable", "disk")
+
+
+def _check_unread(rank: int, folder: str) -> None:
+    """A read during backward that fails on one rank is the step's error on all, and the next attempt reads again."""
+
+    def training(at: int | None, read: Any = None) -> Any:
+        """Three steps; in the second backward a rank's reads are ``read``, if given, and break at call ``at``."""
+        model = new_model()
+        with zero_optimizer(model, zero.CPUAdam, lr=1e-2, stage=2, **_offload("nvme ahead", folder)) as optimizer:
+            losses, store = _steps(model, optimizer, rank, range(1)), optimizer.parts.runtime.state_files.store
+            works = store.read
+            breaks = Breaks(read or works, at or 0, MemoryError("no memory left"))
+            if rank == LAST:
+                store.read = breaks
+            losses.append(loss := loss_of(model, *batch(1, 0, rank)))
+            loss.backward()
+            assert at is None or rank != LAST or breaks.left <= 0, "no read has failed"
+            store.read = works
+            if read is not None:
+                with pytest.raises(OSError, match="unreadable"):
+                    optimizer.step()
+            optimizer.step()
+            optimizer.zero_grad()
+            return [*losses, *_steps(model, optimizer, rank, range(2, 3))], _states_of(optimizer)
+
+    expected = training(None)
+    for got in [training(at) for at in range(1, 5)] + [training(None, lambda *_: Unread())]:
+        assert got[0] == expected[0]
+        assert_same_bits(got[1], expected[1])
+
+
+def test_a_failed_read_during_backward_is_done_again(tmp_path: Path) -> None:
+    run_ranks(2, _check_unread, str(tmp_path))
+
+
 def _check_in_place(rank: int, folder: str) -> None:
     model = new_model()
     options = _offload("nvme", folder) | {"keep_previous_states": False, "stage": 1, "lr": 1e-2}

@@ -52,7 +52,10 @@ class OffloadOptimizer:
     buffer_count: int = key(4, "buffers between NVMe and memory", minimum=1, active_if="offload_optimizer nvme")
     pin_memory: bool = key(True, "page-locked memory", false="pageable memory", active_if="offload_optimizer")
     pipeline_read: bool = key(
-        False, "read the next states during an update", false="read them before it", active_if="offload_optimizer nvme"
+        False,
+        "read the next states during an update, and the first ones, as many as there are buffers, during backward",
+        false="read them before it",
+        active_if="offload_optimizer nvme",
     )
     pipeline_write: bool = key(
         False, "write states during the next update", false="write them before it", active_if="offload_optimizer nvme"

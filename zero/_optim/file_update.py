@@ -66,6 +66,7 @@ class FileUpdate:
             self._number_of |= {id(leaf): number for number, leaf in enumerate(leaves)}
         self._files.gradients.raise_error()
         groups = [group for group in self._files.groups if all_buckets or self._has_gradient(group)]
+        self._files.drop_ahead(set(self._files.groups) - set(groups))
         settings = (group.items() for group in self._inner.param_groups)
         before = [{key: value for key, value in each if isinstance(value, (int, float))} for each in settings]
 
@@ -82,6 +83,7 @@ class FileUpdate:
             new_pipeline(self._load, self._files.settings).run(groups, update)
         except BaseException:
             restore_numbers()
+            self._files.drop_ahead()  # what failed to be read must not fail a retry, too
             raise
 
     def commit(self) -> None:
@@ -109,7 +111,7 @@ class FileUpdate:
 
     def _load(self, group: SubGroup) -> LoadedSubGroup:
         gradient = self._files.gradients.gradient_of.get(group.bucket) if self._has_gradient(group) else None
-        unit = LoadedSubGroup(self._files, group, reads=True)
+        unit = self._files.take(group)
         try:
             if gradient is not None:
                 unit.add_gradient(gradient.load(group))

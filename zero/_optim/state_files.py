@@ -16,7 +16,7 @@ reading it gives NaN.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 
@@ -103,6 +103,7 @@ class LoadedSubGroup:
     def start_write(self) -> None:
         """Start to write masters and moments to the extent that :meth:`StateFiles.commit` will make valid."""
         files, store = self._files, self._files.store
+        files.drop_ahead([self._group])  # its values are about to be old ones
         masters_at, moments_at = files.offsets(self._group, new=True)
         self._transfers.append(store.write(files.masters_file, masters_at, self._buffers[0]))
         if len(self._buffers) > 1:
@@ -150,6 +151,8 @@ class StateFiles(RuntimePart):
         self.groups = [group for groups in self.groups_of.values() for group in groups]
         """Every sub-group, in order."""
         self._pieces = pieces_by_bucket(buckets, ())
+        self._ahead: dict[SubGroup, LoadedSubGroup] = {}
+        """What is read, or being read, for the next update."""
         at = 0
         for group in self.groups:
             group.masters_at = at
@@ -213,6 +216,32 @@ class StateFiles(RuntimePart):
         for group in groups:
             group.is_second = not group.is_second
             group.has_moments = group.has_moments or bool(self.moments)
+
+    def read_ahead(self) -> None:
+        """Start reading what the next update takes first, as much as may be in memory. Not collective."""
+        tier = self.settings
+        # A delayed update reads while the next one would be read ahead for.
+        if not tier.reads_ahead or tier.delays_update:
+            return
+        for group in self.groups[: tier.num_buffers]:
+            if group not in self._ahead:
+                try:
+                    self._ahead[group] = LoadedSubGroup(self, group, reads=True)
+                except Exception:  # this rank alone must not raise here; the update reads it again, and all ranks raise
+                    return
+
+    def take(self, group: SubGroup) -> LoadedSubGroup:
+        """A sub-group that is read, or being read."""
+        return self._ahead.pop(group, None) or LoadedSubGroup(self, group, reads=True)
+
+    def drop_ahead(self, groups: Iterable[SubGroup] | None = None) -> None:
+        """Drop what is read ahead of ``groups``; None: of all."""
+        for group in list(self._ahead) if groups is None else groups:
+            unit = self._ahead.pop(group, None)
+            if unit is not None:
+                with suppress(Exception):  # nobody needs its values
+                    unit.wait()
+                unit.free()
 
     @contextmanager
     def loaded(self, group: SubGroup, *, reads: bool, moments: bool = True) -> Iterator[LoadedSubGroup]:
@@ -353,6 +382,7 @@ class StateFiles(RuntimePart):
     def close(self) -> None:
         """Remove the files."""
         try:
+            self.drop_ahead()
             self.gradients.close()
         finally:
             if self.groups_of:

@@ -88,6 +88,9 @@ class FinalGradients(GradientConsumer):
             piece.master.grad_dtype = None  # gradients may be 16-bit, masters float32
         runtime.reducer.consumer = self
 
+    def step_is_near(self) -> None:
+        self.runtime.state_files.read_ahead()
+
     def reduced(self) -> None:
         """Called after a backward that reduced."""
         self._overflow, self.runtime.reducer.has_cleared = None, False

@@ -272,7 +272,7 @@ def _files(tiers: Tiers, counts: Counts, param_nbytes: int, world_size: int, unu
         numel_in_memory=parameters.max_numel_in_memory,
         buffer_numel=min(parameters.num_buffers * parameters.buffer_numel, largest),
         sub_group_numel=min(states.sub_group_numel, LARGEST_NUMEL),
-        num_sub_groups=min(states.num_buffers, 1 + states.reads_ahead + states.writes_behind),
+        num_sub_groups=states.num_buffers if states.reads_ahead or states.writes_behind else 1,
         num_generations=2 if states.keeps_previous else 1,
         unused_nbytes=unused_nbytes,
     )

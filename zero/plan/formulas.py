@@ -147,7 +147,7 @@ class NvmeFiles:
     sub_group_numel: int = 2**22
     """Most elements of a sub-group, which is updated as one."""
     num_sub_groups: int = 1
-    """Sub-groups in memory at a time."""
+    """Sub-groups in memory at a time, at most."""
     num_generations: int = 2
     """Copies of each state in the files."""
     unused_nbytes: float = 0
@@ -328,7 +328,7 @@ def _file_buffers(counts: Counts, share: Share, setup: TrainingSetup) -> list[Me
         bucket = min(max(counts.largest_unit, setup.merged_numel if setup.stage < 3 else 0), trainable)
         sub_group = min(files.sub_group_numel, bucket / setup.world_size)
         nbytes = setup.state_nbytes + setup.files.unused_nbytes + (0 if setup.delays_update else setup.gradient_nbytes)
-        found.append(nbytes * sub_group * files.num_sub_groups)
+        found.append(nbytes * min(sub_group * files.num_sub_groups, trainable / setup.world_size))
     return [_offloadable("NVMe buffers", "host", nbytes, setup) for nbytes in found]
 
 
