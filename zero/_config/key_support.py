@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import cache
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -106,12 +107,17 @@ class Setting(NamedTuple):
         return self.origin != "default"
 
 
+@cache
+def _readers() -> tuple[tuple[Definition, Callable[[Config], Any]], ...]:
+    """Every key but sections, with what reads its value."""
+    keys = (definition for definition in definitions(Config) if section_type(definition.kind) is None)
+    return tuple((definition, attrgetter(definition.path)) for definition in keys)
+
+
 def settings_of(configuration: Configuration) -> Iterator[Setting]:
     """Every key but sections, in the order of definition."""
-    for definition in definitions(Config):
-        if section_type(definition.kind) is not None:
-            continue
-        value = attrgetter(definition.path)(configuration.values)
+    for definition, read in _readers():
+        value = read(configuration.values)
         facts = definition.key
         condition = CONDITIONS.get(facts.active_if)
         inactive = "" if condition is None or condition.holds(configuration.values) else condition.otherwise

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache
 from pathlib import Path
@@ -91,6 +91,7 @@ def options_of(kind: Any) -> tuple[Any, ...]:
     return get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
 
 
+@cache
 def section_type(kind: Any) -> type | None:
     """The dataclass of a section; None if ``kind`` is the type of a value."""
     return next((option for option in options_of(kind) if is_dataclass(option)), None)  # type: ignore[return-value]
@@ -120,11 +121,12 @@ def own_keys(cls: type) -> dict[str, Definition]:
     return found
 
 
-def definitions(cls: type, prefix: str = "") -> Iterator[Definition]:
+@cache
+def definitions(cls: type, prefix: str = "") -> tuple[Definition, ...]:
     """Every key under ``cls`` in the order of definition, a section before its keys."""
+    found = list[Definition]()
     for name, definition in own_keys(cls).items():
         path = f"{prefix}{name}"
-        yield definition._replace(path=path)
         nested = section_type(definition.kind)
-        if nested is not None:
-            yield from definitions(nested, f"{path}.")
+        found += definition._replace(path=path), *(definitions(nested, f"{path}.") if nested else ())
+    return tuple(found)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from functools import cache
 from typing import Any
 
 import torch
@@ -103,8 +104,9 @@ def to_dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def _names(cls: type) -> set[str]:
-    return {name for key, definition in own_keys(cls).items() for name in (key, *definition.key.aliases)}
+@cache
+def _names(cls: type) -> frozenset[str]:
+    return frozenset(name for key, definition in own_keys(cls).items() for name in (key, *definition.key.aliases))
 
 
 def _place(overlay: dict[str, Any], name: str, value: Any) -> bool:

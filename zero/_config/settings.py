@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
+from functools import cache
 
 import torch
 
@@ -80,6 +81,7 @@ class ZeroSettings(StageSettings, WireSettings):
             raise ConfigError(f"gradient_dtype must be a floating dtype: gradient_dtype={self.gradient_dtype!r}")
 
 
+@cache
 def setting_name(path: str) -> str:
     """The setting that a key at the top, of ``zero_optimization`` or of ``zcomm`` sets; empty if none."""
     section, _, key_name = path.rpartition(".")
