@@ -68,7 +68,7 @@ def parse_arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("--before", required=True, help="the Python interpreter of the other version's environment")
     add("--networks", nargs="+", default=[LOOPBACK], help="rates in the notation of tc (needs root), or loopback")
-    add("--systems", nargs="+", choices=COMPARED, default=SYSTEMS)
+    add("--systems", nargs="+", choices=COMPARED, default=SYSTEMS, metavar="SYSTEM", help="as those of compare.py")
     add("--num-ranks", type=int, default=2)
     add("--ranks-per-node", type=int, default=2)
     add("--rounds", type=int, default=15)

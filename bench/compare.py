@@ -68,7 +68,8 @@ def parse_arguments() -> argparse.Namespace:
         "--systems",
         nargs="+",
         choices=COMPARED,
-        help="default: all installed ones but Muon's and those with another loss",
+        metavar="SYSTEM",
+        help=f"default: all installed ones but Muon's and those with another loss. Any of: {', '.join(COMPARED)}",
     )
     add("--nodes", type=int, default=2)
     add("--ranks-per-node", type=int, default=RANKS_PER_NODE)
