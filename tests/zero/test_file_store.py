@@ -201,8 +201,12 @@ def test_a_store_goes_with_its_last_reference_and_not_with_a_fork(
     gc.freeze()  # other garbage must not be collected in the fork: its finalizers may wait for threads
     request.addfinalizer(gc.unfreeze)
     stores = [_store(tmp_path)]
+    file = stores[0].create("b", 4 * KIB)
+    transfers = [stores[0].read(file, 0, stores[0].buffer(4 * KIB))]
 
     def try_it() -> None:
+        with pytest.raises(StateError, match="by the process that started it"):
+            transfers[0].wait()
         with pytest.raises(StateError, match="by the process that opened it"):
             stores[0].create("a", 1)
         stores[0].close()
@@ -212,6 +216,8 @@ def test_a_store_goes_with_its_last_reference_and_not_with_a_fork(
 
     assert _in_fork(try_it) == 0
     assert stores[0].folder.exists()
+    transfers[0].wait()
+    transfers.clear()
     stores.clear()
     gc.collect()
     assert not list(tmp_path.iterdir())

@@ -288,6 +288,33 @@ def test_a_failed_step_on_files_never_was(tmp_path: Path) -> None:
     run_ranks(2, _check_broken_files, str(tmp_path))
 
 
+def _check_which_backward(rank: int, folder: str) -> None:
+    """Only the last backward of a step reads."""
+
+    def calls(model: nn.Module, optimizer: Any) -> int:
+        with moved() as window:
+            optimizer.scale(loss_of(model, *batch(1, 0, rank))).backward()
+        return window.calls(kind="states", link="read")
+
+    model, options = new_model(), _offload("nvme ahead", folder)
+    with zero_optimizer(model, zero.CPUAdam, lr=1e-2, stage=2, gradient_accumulation_steps=2, **options) as optimizer:
+        for _ in range(2):
+            assert [calls(model, optimizer) > 0 for _ in range(2)] == [False, True]
+            optimizer.step()
+            optimizer.zero_grad()
+    model = new_model()
+    with zero_optimizer(model, zero.CPUAdam, lr=1e-2, stage=2, **options) as optimizer:
+        with optimizer.no_sync():
+            assert calls(model, optimizer) == 0
+        assert calls(model, optimizer) > 0
+
+
+def test_only_the_backward_before_a_step_reads_states(tmp_path: Path) -> None:
+    """The second optimizer is closed while it reads."""
+    run_ranks(2, _check_which_backward, str(tmp_path))
+    assert not list(tmp_path.iterdir())
+
+
 def _check_read_once(rank: int, folder: str) -> None:
     """Backward reads as many sub-groups as buffers, the step the others: each once."""
     ahead, in_turn = _offload("nvme ahead", folder), _offload("nvme", folder)
@@ -330,11 +357,12 @@ def test_the_first_states_are_read_during_backward(tmp_path: Path) -> None:
     run_ranks(2, _check_read_once, str(tmp_path))
 
 
-def _train_with_writes(rank: int, **options: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """States are replaced between backward and step, in each way that there is; two layers go unused in a step."""
+def _train_with_writes(rank: int, folder: str, **options: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """States are replaced between backward and step, in each way that there is."""
     model = new_model(torch.bfloat16, has_unused=True)
     with zero_optimizer(model, zero.CPUAdam, lr=1e-2, stage=2, **options) as optimizer:
         losses = _steps(model, optimizer, rank, range(2))
+        zero.save_checkpoint(optimizer, f"{folder}/{len(options)}", "two")
         state, weight = copy.deepcopy(optimizer.state_dict()), model.head.weight
         value = torch.linspace(-1, 1, weight.numel()).view_as(weight)
 
@@ -347,7 +375,14 @@ def _train_with_writes(rank: int, **options: Any) -> tuple[list[float], dict[str
                 for param in model.parameters():
                     param.mul_(1.5)
 
-        for step, change in enumerate((set_states, set_parameters, lambda: optimizer.load_state_dict(state)), start=2):
+        def load_state() -> None:
+            optimizer.load_state_dict(state)
+
+        def load_checkpoint() -> None:
+            zero.load_checkpoint(optimizer, f"{folder}/{len(options)}", "two")
+
+        changes = (set_states, set_parameters, load_state, set_states, load_checkpoint)
+        for step, change in enumerate(changes, start=2):
             loss = loss_of(model, *batch(step, 0, rank))
             loss.backward()
             change()
@@ -355,13 +390,13 @@ def _train_with_writes(rank: int, **options: Any) -> tuple[list[float], dict[str
             losses.append(loss.item())
             optimizer.step()
             optimizer.zero_grad()
-        return [*losses, *_steps(model, optimizer, rank, range(5, 6))], full_values(model) | _states_of(optimizer)
+        return [*losses, *_steps(model, optimizer, rank, range(7, 8))], full_values(model) | _states_of(optimizer)
 
 
 def _check_writes(rank: int, folder: str) -> None:
-    expected = _train_with_writes(rank)
+    expected = _train_with_writes(rank, folder)
     for keeps in (True, False):
-        got = _train_with_writes(rank, **_offload("nvme ahead", folder), keep_previous_states=keeps)
+        got = _train_with_writes(rank, folder, **_offload("nvme ahead", folder), keep_previous_states=keeps)
         assert expected[0] == got[0]
         assert_same_bits(expected[1], got[1])
 

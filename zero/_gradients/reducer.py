@@ -166,7 +166,7 @@ class Reducer(RuntimePart):
         self.facts.count(is_deferred=self.accumulation.is_deferred)
         self.ends_step = self.accumulation.is_boundary
         self._reaches_all_nodes = not self.reduction.stays_in_node or self.ends_step
-        if self.ends_step:
+        if self.ends_step and self.reduces_now:  # within no_sync() others follow
             self.consumer.step_is_near()
         self._adopt_user_gradients()
         for grads in self.all:

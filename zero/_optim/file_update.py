@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -116,7 +117,8 @@ class FileUpdate:
             if gradient is not None:
                 unit.add_gradient(gradient.load(group))
         except BaseException:
-            unit.wait()
+            with suppress(Exception):
+                unit.wait()
             unit.free()
             raise
         return unit

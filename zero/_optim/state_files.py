@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zcomm import Topology
+from zcomm import StateError, Topology
 from zero._config.settings import ZeroSettings
 from zero._optim.gradient_files import GradientFiles, GradientInMemory
 from zero._optim.host_adam import describe_update
@@ -218,7 +218,10 @@ class StateFiles(RuntimePart):
             group.has_moments = group.has_moments or bool(self.moments)
 
     def read_ahead(self) -> None:
-        """Start reading what the next update takes first, as much as may be in memory. Not collective."""
+        """Start reading the sub-groups that the next update takes first, as many as it has buffers. Not collective.
+
+        They stay in memory until an update takes them or their values change.
+        """
         tier = self.settings
         # A delayed update reads while the next one would be read ahead for.
         if not tier.reads_ahead or tier.delays_update:
@@ -241,7 +244,8 @@ class StateFiles(RuntimePart):
             if unit is not None:
                 with suppress(Exception):  # nobody needs its values
                     unit.wait()
-                unit.free()
+                with suppress(StateError):  # in a forked process, whose transfers nothing ends
+                    unit.free()
 
     @contextmanager
     def loaded(self, group: SubGroup, *, reads: bool, moments: bool = True) -> Iterator[LoadedSubGroup]:
@@ -383,10 +387,12 @@ class StateFiles(RuntimePart):
         """Remove the files."""
         try:
             self.drop_ahead()
-            self.gradients.close()
         finally:
-            if self.groups_of:
-                self.store.close()
+            try:
+                self.gradients.close()
+            finally:
+                if self.groups_of:
+                    self.store.close()
 
 
 class FileStates(HostStates):

@@ -3,6 +3,8 @@
 reads ahead      |read u+1      |
                  |update u      |      at most ``num_buffers`` units in memory
 writes behind    |write u-1     |
+
+``read`` may return a unit whose read was started before: see ``StateFiles.read_ahead``.
 """
 
 from __future__ import annotations
