@@ -53,7 +53,7 @@ class OffloadOptimizer:
     pin_memory: bool = key(True, "page-locked memory", false="pageable memory", active_if="offload_optimizer")
     pipeline_read: bool = key(
         False,
-        "read the next states during an update, and the first ones, as many as there are buffers, during backward",
+        "read the next states during an update, and the first buffer_count sub-groups during backward",
         false="read them before it",
         active_if="offload_optimizer nvme",
     )

@@ -84,8 +84,8 @@ class GradientConsumer:
     rounds_means = False
     """Whether each mean is rounded to the parameters' dtype, as copies to host memory are."""
 
-    def step_is_near(self) -> None:
-        """The last backward of a step starts. It may be called on this rank alone, and must not raise."""
+    def last_backward_starts(self) -> None:
+        """The last backward of a step starts. Called on this rank alone, so it must not raise."""
 
     def reduced(self) -> None:
         """A backward has reduced its gradients."""
@@ -166,8 +166,8 @@ class Reducer(RuntimePart):
         self.facts.count(is_deferred=self.accumulation.is_deferred)
         self.ends_step = self.accumulation.is_boundary
         self._reaches_all_nodes = not self.reduction.stays_in_node or self.ends_step
-        if self.ends_step and self.reduces_now:  # within no_sync() others follow
-            self.consumer.step_is_near()
+        if self.ends_step and self.reduces_now:  # within no_sync() more backwards follow
+            self.consumer.last_backward_starts()
         self._adopt_user_gradients()
         for grads in self.all:
             grads.arrived.clear()

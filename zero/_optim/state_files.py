@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
 
 import torch
@@ -103,7 +103,7 @@ class LoadedSubGroup:
     def start_write(self) -> None:
         """Start to write masters and moments to the extent that :meth:`StateFiles.commit` will make valid."""
         files, store = self._files, self._files.store
-        files.drop_ahead([self._group])  # its values are about to be old ones
+        files.drop_ahead([self._group])  # what was read is out of date
         masters_at, moments_at = files.offsets(self._group, new=True)
         self._transfers.append(store.write(files.masters_file, masters_at, self._buffers[0]))
         if len(self._buffers) > 1:
@@ -152,7 +152,7 @@ class StateFiles(RuntimePart):
         """Every sub-group, in order."""
         self._pieces = pieces_by_bucket(buckets, ())
         self._ahead: dict[SubGroup, LoadedSubGroup] = {}
-        """What is read, or being read, for the next update."""
+        """What has been read, or is being read, for the next update."""
         at = 0
         for group in self.groups:
             group.masters_at = at
@@ -223,18 +223,18 @@ class StateFiles(RuntimePart):
         They stay in memory until an update takes them or their values change.
         """
         tier = self.settings
-        # A delayed update reads while the next one would be read ahead for.
+        # A delayed update runs during this backward, and replaces what would be read.
         if not tier.reads_ahead or tier.delays_update:
             return
         for group in self.groups[: tier.num_buffers]:
             if group not in self._ahead:
                 try:
                     self._ahead[group] = LoadedSubGroup(self, group, reads=True)
-                except Exception:  # this rank alone must not raise here; the update reads it again, and all ranks raise
+                except Exception:  # must not raise on this rank alone; the update reads it again, and all ranks raise
                     return
 
     def take(self, group: SubGroup) -> LoadedSubGroup:
-        """A sub-group that is read, or being read."""
+        """A sub-group that has been read or is being read; it no longer counts as read ahead."""
         return self._ahead.pop(group, None) or LoadedSubGroup(self, group, reads=True)
 
     def drop_ahead(self, groups: Iterable[SubGroup] | None = None) -> None:
@@ -244,7 +244,7 @@ class StateFiles(RuntimePart):
             if unit is not None:
                 with suppress(Exception):  # nobody needs its values
                     unit.wait()
-                with suppress(StateError):  # in a forked process, whose transfers nothing ends
+                with suppress(StateError):  # in a forked process transfers never complete
                     unit.free()
 
     @contextmanager
@@ -385,14 +385,11 @@ class StateFiles(RuntimePart):
 
     def close(self) -> None:
         """Remove the files."""
-        try:
+        with ExitStack() as stack:  # each is called, also after an error of another
+            if self.groups_of:
+                stack.callback(self.store.close)
+            stack.callback(self.gradients.close)
             self.drop_ahead()
-        finally:
-            try:
-                self.gradients.close()
-            finally:
-                if self.groups_of:
-                    self.store.close()
 
 
 class FileStates(HostStates):

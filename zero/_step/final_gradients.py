@@ -88,7 +88,7 @@ class FinalGradients(GradientConsumer):
             piece.master.grad_dtype = None  # gradients may be 16-bit, masters float32
         runtime.reducer.consumer = self
 
-    def step_is_near(self) -> None:
+    def last_backward_starts(self) -> None:
         self.runtime.state_files.read_ahead()
 
     def reduced(self) -> None:

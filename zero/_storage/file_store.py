@@ -117,7 +117,7 @@ class Transfer:
     def _end(self, ticket: int) -> None:
         if self._store.queue is None:
             raise StateError(f"a store must stay open until its transfers complete: path={self._file.path}")
-        if os.getpid() != self._store.pid:  # where no thread would end the wait
+        if os.getpid() != self._store.pid:  # a forked process has no thread that completes it
             raise StateError(f"a transfer must be waited for by the process that started it: path={self._file.path}")
         try:
             self._store.queue.wait(ticket)

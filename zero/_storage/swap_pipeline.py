@@ -4,7 +4,7 @@ reads ahead      |read u+1      |
                  |update u      |      at most ``num_buffers`` units in memory
 writes behind    |write u-1     |
 
-``read`` may return a unit whose read was started before: see ``StateFiles.read_ahead``.
+``read`` may return a unit that is being read already.
 """
 
 from __future__ import annotations
