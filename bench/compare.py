@@ -36,11 +36,13 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import torch
 from comparison.figure import draw
 from comparison.records import RANKS_PER_NODE, Store, System
 from comparison.tables import LOOPBACK, markdown
 from contenders.catalogue import COMPARED, DEFAULT, available
 from contenders.job import LEARNING_RATE
+from gpt_model import choose_matmul_dtype
 from tqdm import tqdm
 
 from zcomm._bench.emulated_nodes import unavailable_reason
@@ -187,11 +189,14 @@ def context(before: dict[str, str]) -> dict[str, str]:
         except PackageNotFoundError:
             versions[package] = "not installed"
     today = time.strftime("%Y-%m-%d", time.gmtime())
+    is_slow = choose_matmul_dtype(torch.bfloat16, torch.device("cpu")) == torch.float32
+    products = {"matrix products": "float32, also of bfloat16 parameters, which this CPU multiplies one by one"}
     return {
         "command": shlex.join(["python", *sys.argv]),
         "commits": ", ".join(dict.fromkeys([*filter(None, before.get("commits", "").split(", ")), commit()])),
         "versions": ", ".join(f"{name} {text}" for name, text in versions.items()),
         "machine": f"{_cpu_name()}, {os.cpu_count()} cores, {memory_gib:.0f} GiB, {platform.machine()}, {today}",
+        **(products if is_slow else {}),
     }
 
 

@@ -25,6 +25,8 @@ class ContenderSetup:
     """A copy for this contender, float32, on the device; ``model(tokens, targets)`` returns the loss."""
     dtype: torch.dtype
     """Dtype of the computation; optimizer states and masters are float32."""
+    matmul_dtype: torch.dtype
+    """Dtype of the model's matrix products: float32 on a CPU that is slow at those of ``dtype``."""
     learning_rate: float
     num_sequences: int
     """Sequences in a rank's batch."""
@@ -32,6 +34,11 @@ class ContenderSetup:
     """The ranks by node; None: as torchrun has started them."""
     folder: str | None = None
     """Folder for files of the NVMe tier."""
+
+    def autocast(self) -> torch.autocast:
+        """Computation in 16 bits for those who keep float32 parameters; in float32 if products are."""
+        device, dtype = next(self.model.parameters()).device.type, self.matmul_dtype
+        return torch.autocast(device, dtype, enabled=dtype != torch.float32)
 
 
 @dataclass

@@ -62,9 +62,7 @@ def build(
     optimizer: Any = AdamW(model.parameters(), lr=setup.learning_rate, fused=True)
     if has_muon:
         optimizer = Both(optimizers(setup.model, setup.learning_rate, fused=True))
-    device = next(setup.model.parameters()).device
-    autocast = torch.autocast(device.type, setup.dtype, enabled=setup.dtype != torch.float32)
-    step = torch_step(model, optimizer, autocast, accumulation=accumulation, accumulates=model.no_sync)
+    step = torch_step(model, optimizer, setup.autocast(), accumulation=accumulation, accumulates=model.no_sync)
     return Contender(step, accumulation, weights=setup.model.parameters)
 
 

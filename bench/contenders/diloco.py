@@ -115,8 +115,7 @@ def build(setup: ContenderSetup, *, accumulation: int) -> Contender:
     """Its step is ``accumulation`` optimizer steps, on a batch each, and one exchange."""
     optimizer = AdamW(setup.model.parameters(), lr=setup.learning_rate, fused=True)
     local = LocalSteps(setup.model, optimizer, setup.topology, every=accumulation)
-    device = next(setup.model.parameters()).device
-    autocast = torch.autocast(device.type, setup.dtype, enabled=setup.dtype != torch.float32)
+    device, autocast = next(setup.model.parameters()).device, setup.autocast()
 
     def step(tokens: Tensor, targets: Tensor) -> Tensor:
         total = torch.zeros((), device=device)

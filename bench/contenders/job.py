@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 import torch
-from gpt_model import GPT, GPTConfig
+from gpt_model import GPT, GPTConfig, choose_matmul_dtype
 from torch import Tensor
 
 from contenders.contender import ContenderSetup
@@ -33,11 +33,13 @@ def new_setup(
 ) -> ContenderSetup:
     """Make a model of the arguments' shape, with the same values each time, which ``dtype`` has, too."""
     torch.manual_seed(1)
+    matmul_dtype = choose_matmul_dtype(getattr(torch, dtype), device)
     config = GPTConfig(
         num_layers=arguments.num_layers,
         hidden_size=arguments.hidden_size,
         num_attention_heads=arguments.num_attention_heads,
         seq_length=arguments.seq_length,
+        matmul_dtype=matmul_dtype,
     )
     with device:  # created on the device: a CPU takes long for hundreds of millions of random numbers
         model = GPT(config)
@@ -46,7 +48,8 @@ def new_setup(
             param.copy_(param.to(getattr(torch, dtype)))  # else contenders would start from different masters
     folder = getattr(arguments, "nvme_folder", None)
     rate = getattr(arguments, "learning_rate", LEARNING_RATE)
-    return ContenderSetup(model, getattr(torch, dtype), rate, arguments.batch_size, topology, folder)
+    sequences = arguments.batch_size
+    return ContenderSetup(model, getattr(torch, dtype), matmul_dtype, rate, sequences, topology, folder)
 
 
 def batch(

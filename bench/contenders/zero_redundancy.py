@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
@@ -16,6 +15,4 @@ def build(setup: ContenderSetup) -> Contender:
     """Wrap the model in DDP; 16 bits by autocast, as DDP has no masters."""
     model = DistributedDataParallel(setup.model, gradient_as_bucket_view=True)
     optimizer = ZeroRedundancyOptimizer(model.parameters(), AdamW, lr=setup.learning_rate, fused=True)
-    device = next(setup.model.parameters()).device
-    autocast = torch.autocast(device.type, setup.dtype, enabled=setup.dtype != torch.float32)
-    return Contender(torch_step(model, optimizer, autocast), weights=setup.model.parameters)
+    return Contender(torch_step(model, optimizer, setup.autocast()), weights=setup.model.parameters)

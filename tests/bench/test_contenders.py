@@ -1,10 +1,11 @@
 """The contenders in other settings train as they do without them."""
 
-# covers bench/contenders/fsdp2.py bench/contenders/zero_optimizer.py
+# covers bench/contenders/fsdp2.py bench/contenders/zero_optimizer.py bench/contenders/job.py
 
 from __future__ import annotations
 
 from argparse import Namespace
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -47,3 +48,26 @@ def _check(rank: int, folder: str) -> None:
 
 def test_settings_change_no_weights(tmp_path: Path) -> None:
     run_ranks(4, _check, str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("capability", "products"), [("AVX512", torch.bfloat16), ("AVX2", torch.float32), ("DEFAULT", torch.float32)]
+)
+def test_products_are_computed_in_a_dtype_that_the_cpu_is_fast_at(
+    monkeypatch: pytest.MonkeyPatch, capability: str, products: torch.dtype
+) -> None:
+    seen: list[torch.dtype] = []
+    plain = torch.nn.functional.linear
+
+    def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        seen.append(torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else weight.dtype)
+        return plain(x, weight, bias)
+
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    monkeypatch.setattr(torch.nn.functional, "linear", linear)
+    for in_16_bits in (True, False):  # with masters, as this library has, and with float32 parameters, as DDP has
+        setup = new_setup(JOB, "bfloat16", CPU)
+        model = setup.model.to(torch.bfloat16) if in_16_bits else setup.model
+        with nullcontext() if in_16_bits else setup.autocast():
+            model(*batch(JOB, 0, 0, CPU))
+    assert set(seen) == {products}
