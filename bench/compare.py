@@ -180,7 +180,7 @@ def commit() -> str:
     return name.stdout.strip() + ("-changed" if status.stdout.strip() else "")
 
 
-def context(before: dict[str, str]) -> dict[str, str]:
+def context(before: dict[str, str], dtypes: list[str]) -> dict[str, str]:
     """Describe the command, the versions, the machine, and the commits of all rounds, with those ``before``."""
     versions, memory_gib = {}, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     for package in ("zcomm-zero", "torch", "deepspeed", "torchft"):
@@ -189,13 +189,14 @@ def context(before: dict[str, str]) -> dict[str, str]:
         except PackageNotFoundError:
             versions[package] = "not installed"
     today = time.strftime("%Y-%m-%d", time.gmtime())
-    is_slow = choose_matmul_dtype(torch.bfloat16, torch.device("cpu")) == torch.float32
+    cpu = f"{_cpu_name()}, {torch.backends.cpu.get_cpu_capability()}"
     products = {"matrix products": "float32, also of bfloat16 parameters, which this CPU multiplies one by one"}
+    is_slow = "bfloat16" in dtypes and choose_matmul_dtype(torch.bfloat16, torch.device("cpu")) == torch.float32
     return {
         "command": shlex.join(["python", *sys.argv]),
         "commits": ", ".join(dict.fromkeys([*filter(None, before.get("commits", "").split(", ")), commit()])),
         "versions": ", ".join(f"{name} {text}" for name, text in versions.items()),
-        "machine": f"{_cpu_name()}, {os.cpu_count()} cores, {memory_gib:.0f} GiB, {platform.machine()}, {today}",
+        "machine": f"{cpu}, {os.cpu_count()} cores, {memory_gib:.0f} GiB, {platform.machine()}, {today}",
         **(products if is_slow else {}),
     }
 
@@ -222,7 +223,7 @@ def main() -> int:
         signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
     )  # so that ``finally`` ends the processes it started
     store, names = Store(arguments.output.with_suffix(".json")), arguments.systems or available(DEFAULT)
-    store.values["context"] = context(store.values["context"])
+    store.values["context"] = context(store.values["context"], arguments.dtype)
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     try:
         with tempfile.TemporaryDirectory(dir=arguments.output.parent) as folder:

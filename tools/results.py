@@ -87,11 +87,11 @@ def _compared(file: str, key: str, accumulation: int, columns: Sequence[str]) ->
     return "\n".join([introduction, "", *table(rows, columns)])
 
 
-def _rates(file: str, batch: str, accumulation: int) -> str:
+def _rates(file: str, batch: str, accumulation: int, dtype: str = "bfloat16") -> str:
     """Tokens/s at every rate."""
     store = Store(RESULTS / f"{file}.json")
     runs = {name: store.run(name) for name in store.values["runs"]}
-    lines = rates(runs, store.values["memory"], "bfloat16", batch, accumulation, num_cores(store.values["context"]))
+    lines = rates(runs, store.values["memory"], dtype, batch, accumulation, num_cores(store.values["context"]))
     return "\n".join([f"([{file}.md]({LINK}{file}.md))", "", *lines])
 
 
@@ -128,6 +128,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "users x4": lambda: _rates("compare_users", "users", 4),
     "users x4 fast": lambda: _compared("compare_users_x4", "bfloat16 users 1gbit", 4, NETWORK_COLUMNS),
     "users steps": lambda: _rates("compare_users_steps", "users", 1),
+    "users float32": lambda: _rates("compare_users_float32", "users", 1, "float32"),
     "settings": lambda: _rates("compare_settings", "users", 1),
     "more peers": lambda: _compared("compare_more_peers", "bfloat16 users 200mbit", 1, NETWORK_COLUMNS),
     "more peers x4": lambda: _compared("compare_more_peers", "bfloat16 users 200mbit", 4, NETWORK_COLUMNS),

@@ -60,8 +60,8 @@ another order: of one process that has the sequences of each batch in the opposi
 step, of all ranks together; no step is shorter than that divided by the number of cores. Of main threads: of it,
 that of the threads that run Python, forward and backward; the rest is that of exchanges and other threads.
 "Over computing alone or its bytes": the longer of the step of `alone` and of sending the system's own bytes at the
-rate, over its step. `alone` sends nothing, and updates all parameters on every rank, in 16 bits. "Cores busy": CPU
-over the step and the number of cores; at 1.00 no core ever waits.
+rate, over its step. `alone` sends nothing, and updates all parameters on every rank, in their own dtype. "Cores
+busy": CPU over the step and the number of cores; at 1.00 no core ever waits.
 
 Over gloo FSDP2's reduce-scatter is an all-reduce, which sends twice the bytes: over NCCL `fsdp2` would send a
 quarter (`reshard=True`) or a third (`reshard=False`) less. HSDP (`hsdp`: FSDP2 on a mesh of nodes x ranks) keeps
