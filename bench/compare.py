@@ -190,7 +190,7 @@ def context(before: dict[str, str], dtypes: list[str]) -> dict[str, str]:
             versions[package] = "not installed"
     today = time.strftime("%Y-%m-%d", time.gmtime())
     cpu = f"{_cpu_name()}, {torch.backends.cpu.get_cpu_capability()}"
-    products = {"matrix products": "float32, also of bfloat16 parameters, which this CPU multiplies one by one"}
+    products = {"matrix products": "in float32, also of bfloat16 parameters: this CPU has no fast bfloat16 products"}
     is_slow = "bfloat16" in dtypes and choose_matmul_dtype(torch.bfloat16, torch.device("cpu")) == torch.float32
     return {
         "command": shlex.join(["python", *sys.argv]),

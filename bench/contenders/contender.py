@@ -36,7 +36,7 @@ class ContenderSetup:
     """Folder for files of the NVMe tier."""
 
     def autocast(self) -> torch.autocast:
-        """Computation in 16 bits for those who keep float32 parameters; in float32 if products are."""
+        """Autocast for a model with float32 parameters; disabled if :attr:`matmul_dtype` is float32."""
         device, dtype = next(self.model.parameters()).device.type, self.matmul_dtype
         return torch.autocast(device, dtype, enabled=dtype != torch.float32)
 

@@ -48,8 +48,8 @@ def new_setup(
             param.copy_(param.to(getattr(torch, dtype)))  # else contenders would start from different masters
     folder = getattr(arguments, "nvme_folder", None)
     rate = getattr(arguments, "learning_rate", LEARNING_RATE)
-    sequences = arguments.batch_size
-    return ContenderSetup(model, getattr(torch, dtype), matmul_dtype, rate, sequences, topology, folder)
+    dtypes = getattr(torch, dtype), matmul_dtype
+    return ContenderSetup(model, *dtypes, rate, arguments.batch_size, topology, folder)
 
 
 def batch(
