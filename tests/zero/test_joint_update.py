@@ -88,7 +88,7 @@ def _num_joint(optimizer: zero.ZeroOptimizer) -> int:
 
 
 def _check_gradients(rank: int, cls: type[Optimizer], per_node: int, options: dict[str, Any], steps: int) -> None:
-    """Fed the gradients that the ranks reduced, one process gives the same parameters: to 1e-6, tall ones to TALL_TOLERANCE.
+    """Fed the gradients of the ranks, one process gives the same parameters to 1e-6, tall ones to TALL_TOLERANCE.
 
     That process is the first rank: the others have its bits.
     """
