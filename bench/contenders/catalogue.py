@@ -69,6 +69,10 @@ ENTRIES |= {
     "zero stage 1 x4": Entry(1, "zero_optimizer", {"stage": 1, "accumulation": 4}),
     "zero stage 2 no_sync x4": Entry(2, "zero_optimizer", {"stage": 2, "accumulation": 4, "has_no_sync": True}),
     "zero stage 2 bf16 gradients": Entry(2, "zero_optimizer", {"stage": 2, "gradient_format": "bf16"}),
+    "hsdp reshard=False bf16 gradients": Entry(
+        2, "fsdp2", {"reshard_after_forward": False, "is_hybrid": True, "sends_bf16": True}
+    ),
+    "deepspeed stage 1 bf16 gradients": Entry(1, "deepspeed_engine", {"stage": 1, "sends_bf16": True}, "deepspeed"),
     "zero stage 3 small whole": Entry(3, "zero_optimizer", SMALL_PERSISTENT),
     "zero stage 3 offload": Entry(3, "zero_optimizer", OFFLOADED),
     "zero stage 3 offload small whole": Entry(3, "zero_optimizer", OFFLOADED | SMALL_PERSISTENT),
@@ -100,22 +104,32 @@ ENTRIES |= {
     ),
 }
 """One line of this library under DDP and FSDP2."""
-ENTRIES |= {
+
+
+def _with(name: str, **options: bool) -> Entry:
+    """The contender ``name`` with other options."""
+    return ENTRIES[name]._replace(options=ENTRIES[name].options | options)
+
+
+FSDP2, HSDP = [tuple(f"{kind} reshard={reshard}" for reshard in (False, True)) for kind in ("fsdp2", "hsdp")]
+OTHER_SETTINGS = {
     "ddp bf16 gradients 4 MiB": Entry(0, "ddp", BF16 | {"bucket_mib": 4}),
     **{f"ddp bf16 two hops {count} MiB": Entry(0, "ddp", TWO_HOPS | {"bucket_mib": count}) for count in (1, 25)},
-    **{
-        f"{name} prefetch": ENTRIES[name]._replace(options=ENTRIES[name].options | {"prefetches": True})
-        for name in ("fsdp2 reshard=False", "fsdp2 reshard=True", "hsdp reshard=False")
-    },
-    **{
-        f"{name} all-to-all": ENTRIES[name]._replace(options=ENTRIES[name].options | {"scatters": True})
-        for name in ("fsdp2 reshard=False", "fsdp2 reshard=True")
-    },
-    "deepspeed stage 3 hpz": Entry(3, "deepspeed_engine", {"stage": 3, "stays_in_node": True}, "deepspeed"),
+    **{f"{name} prefetch": _with(name, prefetches=True) for name in (*FSDP2, HSDP[0])},
+    **{f"{name} all-to-all": _with(name, scatters=True) for name in (*FSDP2, *HSDP)},
+    **{f"{name} one group": _with(name, is_one_group=True) for name in (FSDP2[0], HSDP[0])},
+    **{f"{name} one group all-to-all": _with(name, is_one_group=True, scatters=True) for name in (FSDP2[0], HSDP[0])},
+    f"{FSDP2[0]} all-to-all prefetch": _with(FSDP2[0], scatters=True, prefetches=True),
+    "deepspeed stage 3 hpz": _with("deepspeed stage 3", stays_in_node=True),
+    "zero redundancy views": _with("zero redundancy", has_parameter_views=True),
 }
-"""Other settings of peers, compared once: bench/results/compare_settings.md, compare_more_peers.md."""
-SETTINGS = tuple(name for name in ENTRIES if name.endswith((" MiB", " prefetch", " all-to-all", " hpz")))
+for stage in ("deepspeed stage 1", "deepspeed stage 2"):
+    OTHER_SETTINGS[f"{stage} no norm"] = _with(stage, has_norm=False)
+    OTHER_SETTINGS[f"{stage} to owners"] = _with(stage, has_norm=False, reduces_to_owners=True)
+ENTRIES |= OTHER_SETTINGS
+"""With other settings of peers, compared once: bench/results/compare_settings.md, compare_more_peers.md."""
 POWERSGD = {f"ddp powersgd {rank}": {"gradient_as_bucket_view": True, "powersgd_rank": rank} for rank in (4, 16)}
+POWERSGD |= {f"{name} bf16": options | {"has_bf16_factors": True} for name, options in POWERSGD.items()}
 ENTRIES |= {name: Entry(0, "ddp", options) for name, options in POWERSGD.items()}
 ENTRIES |= {f"diloco x{n}": Entry(0, "diloco", {"accumulation": n}, "torchft") for n in (10, 50)}
 INEXACT = (*POWERSGD, "diloco x10", "diloco x50")
@@ -128,6 +142,8 @@ ENTRIES |= {
         "deepspeed stage 3", "zero stage 1", "zero stage 2", "zero stage 3", "delta-hpz",
     )
 }  # fmt: skip
+FLOAT32_ONLY = ("zero stage 2 bf16 gradients", "hsdp reshard=False bf16 gradients", "deepspeed stage 1 bf16 gradients")
+"""With bfloat16 parameters they send bf16 gradients anyway."""
 COMPARED = (
     "alone", "alone x4", "ddp", "ddp bucket views", "ddp bf16 gradients", "ddp bf16 two hops",
     "ddp x4", "ddp bf16 gradients x4", "ddp bf16 two hops x4", "zero redundancy",
@@ -135,21 +151,19 @@ COMPARED = (
     "hsdp reshard=False", "hsdp reshard=True", "hsdp reshard=False x4", "hsdp reshard=True x4",
     "deepspeed stage 1", "deepspeed stage 2", "deepspeed stage 3", "deepspeed stage 3 offload",
     "deepspeed stage 3 offload cpu adam", "deepspeed stage 3 nvme", "deepspeed stage 1 x4", "deepspeed stage 3 x4",
-    "zero stage 1", "zero stage 1 x4", "zero stage 2", "zero stage 2 no_sync x4", "zero stage 2 bf16 gradients",
+    "zero stage 1", "zero stage 1 x4", "zero stage 2", "zero stage 2 no_sync x4", *FLOAT32_ONLY,
     "zero stage 3", "zero stage 3 small whole", "zero stage 3 offload",
     "zero stage 3 offload small whole", "zero stage 3 nvme", "zero stage 3 nvme small whole",
     "zero stage 3 nvme states small whole",
     "zero++", "zero++ reshard=False", "zero++ x4", "zero++ no_sync x4",
     "delta-hpz", "delta-hpz reshard=False", "delta-hpz exact", "delta-hpz exact reshard=False",
     "delta-hpz exact coded", "delta-hpz exact coded reshard=False", "delta-hpz x4", "delta-hpz no_sync x4",
-    *(name for name in ENTRIES if name.startswith("zcomm ") or name.endswith(" muon")), *INEXACT, *SETTINGS,
+    *(name for name in ENTRIES if name.startswith("zcomm ") or name.endswith(" muon")), *INEXACT, *OTHER_SETTINGS,
 )  # fmt: skip
 """The contenders in the tables of compare.py."""
-FLOAT32_ONLY = ("zero stage 2 bf16 gradients",)
-"""With bfloat16 parameters ``zero stage 2`` sends bf16 gradients anyway."""
 COMPILED = ("deepspeed stage 3 offload cpu adam", "deepspeed stage 3 nvme")
 """DeepSpeed compiles parts of these when they are first used, and needs ninja; files need libaio's headers, too."""
-OPTIONAL = (*INEXACT, *FLOAT32_ONLY, *SETTINGS, *COMPILED, "zero stage 3 nvme states small whole")
+OPTIONAL = (*INEXACT, *FLOAT32_ONLY, *OTHER_SETTINGS, *COMPILED, "zero stage 3 nvme states small whole")
 DEFAULT = tuple(name for name in COMPARED if not name.endswith(" muon") and name not in OPTIONAL)
 """Those that it measures unless others are asked for."""
 

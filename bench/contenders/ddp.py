@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import GradBucket
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_wrapper
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.futures import Future
@@ -37,6 +38,7 @@ def build(
     sends: Literal["float32", "bf16", "bf16 two hops"] = "float32",
     bucket_mib: int | None = None,
     powersgd_rank: int = 0,
+    has_bf16_factors: bool = False,
     recipe: str = "",
     has_muon: bool = False,
     accumulation: int = 1,
@@ -44,9 +46,10 @@ def build(
     """Wrap the model. With bucket views gradients take no memory besides DDP's buckets.
 
     ``sends``: with "bf16" gradients are rounded before they are sent, and with "bf16 two hops" also added within each
-    node first, as no hook of torch does; a ``powersgd_rank`` sends factors of that rank instead; with a
-    ``recipe`` this library sends them. ``has_muon``: torch's Muon updates all matrices of blocks on every rank. With
-    accumulation gradients are sent once a step (``no_sync``). ``bucket_mib``: MiB of a bucket; None: torch's default.
+    node first, as no hook of torch does; a ``powersgd_rank`` sends factors of that rank instead, in bfloat16 if
+    ``has_bf16_factors``; with a ``recipe`` this library sends them. ``has_muon``: torch's Muon updates all matrices of
+    blocks on every rank. With accumulation gradients are sent once a step (``no_sync``). ``bucket_mib``: MiB of a
+    bucket; None: torch's default.
     """
     cap = ONE_BUCKET if powersgd_rank else bucket_mib
     model = DistributedDataParallel(setup.model, bucket_cap_mb=cap, gradient_as_bucket_view=gradient_as_bucket_view)
@@ -56,7 +59,9 @@ def build(
         local = setup.topology.ranks_per_node if setup.topology is not None else int(os.environ["LOCAL_WORLD_SIZE"])
         model.register_comm_hook(Hops(local), _by_node)
     if powersgd_rank:
-        send_by_powersgd(model, powersgd_rank, first_step=2)  # after the warm-up and one timed step
+        send_by_powersgd(
+            model, powersgd_rank, first_step=2, in_bf16=has_bf16_factors
+        )  # after the warm-up and one timed step
     if recipe:
         import_module("zcomm").install_ddp(model, recipe, topology=setup.topology)
     optimizer: Any = AdamW(model.parameters(), lr=setup.learning_rate, fused=True)
@@ -119,11 +124,14 @@ def _by_node(hops: Hops, bucket: GradBucket) -> Future[Tensor]:
     return hops.start(bucket.buffer())
 
 
-def send_by_powersgd(model: DistributedDataParallel, rank: int, *, first_step: int) -> PowerSGDState:
+def send_by_powersgd(
+    model: DistributedDataParallel, rank: int, *, first_step: int, in_bf16: bool = False
+) -> PowerSGDState:
     """Let ``model`` send factors of its gradients, of rank ``rank``, from ``first_step`` on, which is at least 2.
 
-    What the factors lack is added to the next gradients.
+    What the factors lack is added to the next gradients. ``in_bf16``: gradients are rounded first, so factors and what
+    they lack are in bfloat16, too.
     """
     state = PowerSGDState(None, rank, first_step)
-    model.register_comm_hook(state, powerSGD_hook)
+    model.register_comm_hook(state, bf16_compress_wrapper(powerSGD_hook) if in_bf16 else powerSGD_hook)
     return state

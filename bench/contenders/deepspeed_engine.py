@@ -30,6 +30,9 @@ def build(
     offload: str | None = None,
     has_cpu_adam: bool = False,
     stays_in_node: bool = False,
+    reduces_to_owners: bool = False,
+    has_norm: bool = True,
+    sends_bf16: bool = False,
     accumulation: int = 1,
     has_muon: bool = False,
 ) -> Contender:
@@ -40,6 +43,9 @@ def build(
     ``offload`` is where parameters and states are stored: "cpu", or "nvme" for files in the setup's folder.
     ``has_cpu_adam``: DeepSpeed's own AdamW updates them, compiled when it is first used; otherwise torch's does.
     ``stays_in_node``: the ranks of a node keep all parameters together (hpZ): only the first gather leaves the node.
+    ``reduces_to_owners``: stages 1 and 2 reduce each rank's gradients to that rank alone, not to all in one exchange.
+    Without ``has_norm`` neither the norm of gradients is computed nor, in bfloat16, is it checked that they are finite.
+    ``sends_bf16``: gradients in float32 are reduced in bfloat16.
     ``has_muon``: DeepSpeed's Muon updates the matrices of blocks, by the standard iteration.
     """
     parameters = list(setup.model.parameters())
@@ -57,8 +63,14 @@ def build(
     if stays_in_node:
         assert setup.topology is not None, "hpZ needs nodes"
         config["zero_optimization"]["zero_hpz_partition_size"] = setup.topology.ranks_per_node
+    config["zero_optimization"] |= {
+        "use_multi_rank_bucket_allreduce": not reduces_to_owners,
+        "compute_grad_norm": has_norm,
+    }
     if setup.dtype == torch.bfloat16:
-        config["bf16"] = {"enabled": True}
+        config["bf16"] = {"enabled": True, "check_grad_overflow": has_norm}
+    if sends_bf16:
+        config["communication_data_type"] = "bf16"
     optimizer = None
     if has_muon:
         params = {"muon_lr": LEARNING_RATE, "adam_lr": setup.learning_rate, "weight_decay": WEIGHT_DECAY}

@@ -34,6 +34,8 @@ def build(
     recipe: str = "",
     prefetches: bool = False,
     scatters: bool = False,
+    is_one_group: bool = False,
+    sends_bf16: bool = False,
 ) -> Contender:
     """Shard the model; parameters stay full from forward to backward, or are gathered twice.
 
@@ -42,23 +44,25 @@ def build(
     ``recipe``: this library exchanges parameters and gradients; with ``is_hybrid`` it also averages over the nodes.
     ``prefetches``: a block's parameters are gathered, without streams, while the block before it computes.
     ``scatters``: gradients are reduced by an all-to-all; each rank sends half as much as in gloo's all-reduce.
+    ``is_one_group``: the model is gathered and reduced in one exchange each, not by blocks, and is full in backward.
+    ``sends_bf16``: gradients in float32 are reduced in bfloat16.
     """
     model, is_wide = setup.model, setup.dtype == torch.float32
     mesh, replicas = _mesh(setup, is_hybrid=is_hybrid), None
     if recipe and is_hybrid:
         mesh, replicas = mesh["ranks"], mesh["nodes"].get_group()
-    policy = MixedPrecisionPolicy() if is_wide else MixedPrecisionPolicy(param_dtype=setup.dtype)
+    reduced = torch.bfloat16 if sends_bf16 else None
+    policy = MixedPrecisionPolicy(param_dtype=None if is_wide else setup.dtype, reduce_dtype=reduced)
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "reshard_after_forward": reshard_after_forward}
-    for block in model.blocks:
-        fully_shard(block, **options)
+    groups = [fully_shard(block, **options) for block in model.blocks if not is_one_group]
     sharded = fully_shard(model, **options)
     if prefetches:
         sharded._set_unshard_async_op(True)
-        for block, following in pairwise(model.blocks):
+        for block, following in pairwise(groups):
             block.set_modules_to_forward_prefetch([following])
             following.set_modules_to_backward_prefetch([block])
     if scatters:
-        for module in (*model.blocks, sharded):
+        for module in (*groups, sharded):
             module.set_custom_reduce_scatter(_AllToAll())
     if recipe:
         topology = None if is_hybrid else setup.topology
