@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import GradBucket
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_wrapper
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.futures import Future
@@ -124,6 +123,13 @@ def _by_node(hops: Hops, bucket: GradBucket) -> Future[Tensor]:
     return hops.start(bucket.buffer())
 
 
+def _powersgd_in_bf16(state: PowerSGDState, bucket: GradBucket) -> Future[Tensor]:
+    """torch's bf16_compress_wrapper, rewritten because torch's refuses gloo."""
+    wide = bucket.buffer()
+    bucket.set_buffer(wide.to(torch.bfloat16))
+    return powerSGD_hook(state, bucket).then(lambda done: wide.copy_(done.value()))
+
+
 def send_by_powersgd(
     model: DistributedDataParallel, rank: int, *, first_step: int, in_bf16: bool = False
 ) -> PowerSGDState:
@@ -133,5 +139,5 @@ def send_by_powersgd(
     they lack are in bfloat16, too.
     """
     state = PowerSGDState(None, rank, first_step)
-    model.register_comm_hook(state, bf16_compress_wrapper(powerSGD_hook) if in_bf16 else powerSGD_hook)
+    model.register_comm_hook(state, _powersgd_in_bf16 if in_bf16 else powerSGD_hook)
     return state
