@@ -74,6 +74,8 @@ class Engine(nn.Module):
         self.training_dataloader: Any = None
         self.micro_steps = 0
         """Calls of step() so far."""
+        self._steps_in_window = 0
+        """Those since the last boundary, or since a load, which leaves no gradients."""
         self.global_steps = 0
         """Boundaries so far, skipped steps included."""
         self.skipped_steps = 0
@@ -186,7 +188,7 @@ class Engine(nn.Module):
         not counted.
         """
         self._was_step_applied = False
-        if self.is_gradient_accumulation_boundary():
+        if is_boundary := self.is_gradient_accumulation_boundary():
             num_samples = self._num_samples()
             with self._reports.around("step", self.global_steps):
                 self.optimizer.step()
@@ -203,6 +205,7 @@ class Engine(nn.Module):
                 self.global_steps, self.global_samples, "skipped={}, lr={}, mom={}, loss scale={:g}".format(*numbers)
             )
         self.micro_steps += 1
+        self._steps_in_window = 0 if is_boundary else self._steps_in_window + 1
         self._mark_boundary()
 
     def was_step_applied(self) -> bool:
@@ -221,7 +224,7 @@ class Engine(nn.Module):
         """Whether the next step() updates."""
         if self._boundary is not None:
             return self._boundary
-        return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
+        return self._steps_in_window + 1 >= self.gradient_accumulation_steps()
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:  # noqa: FBT001  (DeepSpeed's signature)
         """Set whether the next step() updates, instead of counting; call it before the backward."""
@@ -376,15 +379,15 @@ class _Counters:
         loader = self._engine.training_dataloader
         passes = loader.state_dict() if isinstance(loader, RankDataLoader) else {}
         counts = {name: getattr(self._engine, name) for name in COUNTERS}
-        if self._engine.optimizer.parts.runtime.reducer.accumulation.num_started:
-            # A save leaves out the gradients of an unfinished step, so whoever loads it runs all of its backwards.
-            counts["micro_steps"] -= counts["micro_steps"] % self._engine.gradient_accumulation_steps()
+        # A save leaves out the gradients of an unfinished step, so whoever loads it runs all of its backwards.
+        counts["micro_steps"] -= self._engine._steps_in_window
         return counts | passes
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         state = {"global_samples": int(state["global_steps"]) * (self._engine.train_batch_size() or 1), **state}
         for name in COUNTERS:
             setattr(self._engine, name, int(state[name]))
+        self._engine._steps_in_window = 0
         if isinstance(self._engine.training_dataloader, RankDataLoader) and "num_passes" in state:
             self._engine.training_dataloader.load_state_dict(state)
         self._engine._mark_boundary()

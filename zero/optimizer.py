@@ -43,6 +43,7 @@ from zero._model.leaf_modules import set_configured
 from zero._optim.host_adam import build_updater
 from zero._optim.loss_scale import LossScale, loss_scale_of, not_scaled
 from zero._optim.masters import GivenOptimizer, as_groups, build_pieces
+from zero._optim.several import optimizers_of
 from zero._optim.updaters import updater_of
 from zero._ranks.collective_calls import calling_over, collective_methods
 from zero._ranks.distributed import DataParallel, data_parallel
@@ -62,7 +63,7 @@ from zero._runtime.validate import (
     whole_parameters,
 )
 from zero._step.clip import clip_grad_norm_, fold_clipping
-from zero._step.final_gradients import FinalGradients, GradScalerHook
+from zero._step.final_gradients import FinalGradients, GradFactor, GradScalerHook
 from zero._step.update import Update
 
 __all__ = ["ZeroOptimizer"]
@@ -182,6 +183,8 @@ class ZeroOptimizer(Optimizer):
         # Schedulers change the groups of this optimizer and the inner one reads them: both must hold the same objects,
         # also after load_state_dict, which replaces the inner one's.
         self.param_groups, self.state = self._inner.param_groups, self._inner.state
+        for one in optimizers_of(self._inner):
+            updater_of(one).share()
 
     @property
     def effective(self) -> Effective:
@@ -229,7 +232,7 @@ class ZeroOptimizer(Optimizer):
 
         At stages 2 and 3 this keeps full gradients: ``memory().unreduced_gradients`` is their size in bytes.
         """
-        return self._runtime.reducer.accumulation.no_sync()
+        return self._runtime.reducer.no_sync()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False) -> Tensor:
         """Scale all gradients so that their norm over all ranks, groups and parameters is at most ``max_norm``.
@@ -302,10 +305,11 @@ class ZeroOptimizer(Optimizer):
                 loss = closure()
         (runtime := self._runtime).hooks.recover()
         runtime.check_model_unchanged()
-        before = self._gradients.factor, self._is_unscaled
+        before: tuple[GradFactor, bool] | None = None
         scale = None if self.loss_scale is None else self.loss_scale.state_dict()
         try:
             runtime.reducer.flush()
+            before = self._gradients.factor, self._is_unscaled
             self.was_step_applied = self._prepare_gradients()
             runtime.step_ended()
             if not self.was_step_applied:
@@ -314,14 +318,15 @@ class ZeroOptimizer(Optimizer):
                 self.zero_grad()
         except BaseException as error:  # restore factor and scale, so that the step can be retried
             self.was_step_applied = False
+            runtime.reducer.facts.has_failed = True
             if not isinstance(error, Exception):  # an interrupt: some gradients may be applied already
                 runtime.hooks.abort_step()
-            if self._update.folds:
+            if self._update.folds and before is not None:
                 self._gradients.factor, self._is_unscaled = before
             if self.loss_scale is not None and scale is not None:
                 self.loss_scale.load_state_dict(scale)
             raise
-        self._gradients.clear()
+        self._gradients.step_ended()
         return loss
 
     def train(self) -> None:

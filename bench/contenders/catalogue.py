@@ -72,7 +72,9 @@ ENTRIES |= {
     "hsdp reshard=False bf16 gradients": Entry(
         2, "fsdp2", {"reshard_after_forward": False, "is_hybrid": True, "sends_bf16": True}
     ),
-    "deepspeed stage 1 bf16 gradients": Entry(1, "deepspeed_engine", {"stage": 1, "sends_bf16": True}, "deepspeed"),
+    "deepspeed stage 1 bf16 gradients": Entry(
+        1, "deepspeed_engine", {"stage": 1, "sections": {"communication_data_type": "bf16"}}, "deepspeed"
+    ),
     "zero stage 3 small whole": Entry(3, "zero_optimizer", SMALL_PERSISTENT),
     "zero stage 3 offload": Entry(3, "zero_optimizer", OFFLOADED),
     "zero stage 3 offload small whole": Entry(3, "zero_optimizer", OFFLOADED | SMALL_PERSISTENT),
@@ -106,12 +108,16 @@ ENTRIES |= {
 """One line of this library under DDP and FSDP2."""
 
 
-def _with(name: str, **options: bool) -> Entry:
+def _with(name: str, **options: Any) -> Entry:
     """The contender ``name`` with other options."""
     return ENTRIES[name]._replace(options=ENTRIES[name].options | options)
 
 
 FSDP2, HSDP = [tuple(f"{kind} reshard={reshard}" for reshard in (False, True)) for kind in ("fsdp2", "hsdp")]
+NO_NORM = {"zero_optimization": {"compute_grad_norm": False}, "bf16": {"check_grad_overflow": False}}
+"""DeepSpeed neither computes the norm of gradients nor checks that they are finite."""
+TO_OWNERS = NO_NORM | {"zero_optimization": NO_NORM["zero_optimization"] | {"use_multi_rank_bucket_allreduce": False}}
+"""It also reduces each rank's gradients to that rank alone, not to all in one exchange."""
 OTHER_SETTINGS = {
     "ddp bf16 gradients 4 MiB": Entry(0, "ddp", BF16 | {"bucket_mib": 4}),
     **{f"ddp bf16 two hops {count} MiB": Entry(0, "ddp", TWO_HOPS | {"bucket_mib": count}) for count in (1, 25)},
@@ -124,12 +130,12 @@ OTHER_SETTINGS = {
     "zero redundancy views": _with("zero redundancy", has_parameter_views=True),
 }
 for stage in ("deepspeed stage 1", "deepspeed stage 2"):
-    OTHER_SETTINGS[f"{stage} no norm"] = _with(stage, has_norm=False)
-    OTHER_SETTINGS[f"{stage} to owners"] = _with(stage, has_norm=False, reduces_to_owners=True)
+    OTHER_SETTINGS[f"{stage} no norm"] = _with(stage, sections=NO_NORM)
+    OTHER_SETTINGS[f"{stage} to owners"] = _with(stage, sections=TO_OWNERS)
 ENTRIES |= OTHER_SETTINGS
 """With other settings of peers, compared once: bench/results/compare_settings.md, compare_more_peers.md."""
 POWERSGD = {f"ddp powersgd {rank}": {"gradient_as_bucket_view": True, "powersgd_rank": rank} for rank in (4, 16)}
-POWERSGD |= {f"{name} bf16": options | {"has_bf16_factors": True} for name, options in POWERSGD.items()}
+POWERSGD |= {f"{name} bf16": options | {"sends": "bf16"} for name, options in POWERSGD.items()}
 ENTRIES |= {name: Entry(0, "ddp", options) for name, options in POWERSGD.items()}
 ENTRIES |= {f"diloco x{n}": Entry(0, "diloco", {"accumulation": n}, "torchft") for n in (10, 50)}
 INEXACT = (*POWERSGD, "diloco x10", "diloco x50")

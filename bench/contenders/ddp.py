@@ -37,7 +37,6 @@ def build(
     sends: Literal["float32", "bf16", "bf16 two hops"] = "float32",
     bucket_mib: int | None = None,
     powersgd_rank: int = 0,
-    has_bf16_factors: bool = False,
     recipe: str = "",
     has_muon: bool = False,
     accumulation: int = 1,
@@ -45,21 +44,21 @@ def build(
     """Wrap the model. With bucket views gradients take no memory besides DDP's buckets.
 
     ``sends``: with "bf16" gradients are rounded before they are sent, and with "bf16 two hops" also added within each
-    node first, as no hook of torch does; a ``powersgd_rank`` sends factors of that rank instead, in bfloat16 if
-    ``has_bf16_factors``; with a ``recipe`` this library sends them. ``has_muon``: torch's Muon updates all matrices of
+    node first, as no hook of torch does; a ``powersgd_rank`` sends factors of that rank instead, in bfloat16 with
+    "bf16"; with a ``recipe`` this library sends them. ``has_muon``: torch's Muon updates all matrices of
     blocks on every rank. With accumulation gradients are sent once a step (``no_sync``). ``bucket_mib``: MiB of a
     bucket; None: torch's default.
     """
     cap = ONE_BUCKET if powersgd_rank else bucket_mib
     model = DistributedDataParallel(setup.model, bucket_cap_mb=cap, gradient_as_bucket_view=gradient_as_bucket_view)
-    if sends == "bf16":
+    if sends == "bf16" and not powersgd_rank:
         model.register_comm_hook(None, _in_bf16)
     if sends == "bf16 two hops":
         local = setup.topology.ranks_per_node if setup.topology is not None else int(os.environ["LOCAL_WORLD_SIZE"])
         model.register_comm_hook(Hops(local), _by_node)
     if powersgd_rank:
         send_by_powersgd(
-            model, powersgd_rank, first_step=2, in_bf16=has_bf16_factors
+            model, powersgd_rank, first_step=2, in_bf16=sends == "bf16"
         )  # after the warm-up and one timed step
     if recipe:
         import_module("zcomm").install_ddp(model, recipe, topology=setup.topology)

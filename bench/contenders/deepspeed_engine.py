@@ -30,9 +30,7 @@ def build(
     offload: str | None = None,
     has_cpu_adam: bool = False,
     stays_in_node: bool = False,
-    reduces_to_owners: bool = False,
-    has_norm: bool = True,
-    sends_bf16: bool = False,
+    sections: dict[str, Any] | None = None,
     accumulation: int = 1,
     has_muon: bool = False,
 ) -> Contender:
@@ -43,9 +41,7 @@ def build(
     ``offload`` is where parameters and states are stored: "cpu", or "nvme" for files in the setup's folder.
     ``has_cpu_adam``: DeepSpeed's own AdamW updates them, compiled when it is first used; otherwise torch's does.
     ``stays_in_node``: the ranks of a node keep all parameters together (hpZ): only the first gather leaves the node.
-    ``reduces_to_owners``: stages 1 and 2 reduce each rank's gradients to that rank alone, not to all in one exchange.
-    Without ``has_norm`` neither the norm of gradients is computed nor, in bfloat16, is it checked that they are finite.
-    ``sends_bf16``: gradients in float32 are reduced in bfloat16.
+    ``sections``: more keys of its configuration, by section.
     ``has_muon``: DeepSpeed's Muon updates the matrices of blocks, by the standard iteration.
     """
     parameters = list(setup.model.parameters())
@@ -63,20 +59,13 @@ def build(
     if stays_in_node:
         assert setup.topology is not None, "hpZ needs nodes"
         config["zero_optimization"]["zero_hpz_partition_size"] = setup.topology.ranks_per_node
-    config["zero_optimization"] |= {
-        "use_multi_rank_bucket_allreduce": not reduces_to_owners,
-        "compute_grad_norm": has_norm,
-    }
-    if setup.dtype == torch.bfloat16:
-        config["bf16"] = {"enabled": True, "check_grad_overflow": has_norm}
-    if sends_bf16:
-        config["communication_data_type"] = "bf16"
+    config["bf16"] = {"enabled": setup.dtype == torch.bfloat16}
+    for name, values in (sections or {}).items():
+        config[name] = config[name] | values if isinstance(values, dict) else values
     optimizer = None
     if has_muon:
-        params = {"muon_lr": LEARNING_RATE, "adam_lr": setup.learning_rate, "weight_decay": WEIGHT_DECAY}
         config["zero_optimization"]["reduce_scatter"] = stage != 3  # refused there with Muon
-        params |= {"betas": (0.9, 0.999), "eps": 1e-8, "ns_method": "standard", "torch_adam": True}  # AdamW's own
-        config["optimizer"] = {"type": "Muon", "params": params}
+        config["optimizer"] = {"type": "Muon", "params": _muon(setup)}
         _name_output_layer(setup.model)
     elif has_cpu_adam:
         optimizer = DeepSpeedCPUAdam(setup.model.parameters(), lr=setup.learning_rate, weight_decay=0.01)  # as AdamW's
@@ -110,6 +99,11 @@ def _offloaded(setup: ContenderSetup, device: str, numel: int) -> dict[str, Any]
         "offload_param": files | {"buffer_size": numel, "max_in_cpu": 0},
         "sub_group_size": numel // dist.get_world_size() // 2,
     }
+
+
+def _muon(setup: ContenderSetup) -> dict[str, Any]:
+    params = {"muon_lr": LEARNING_RATE, "adam_lr": setup.learning_rate, "weight_decay": WEIGHT_DECAY}
+    return params | {"betas": (0.9, 0.999), "eps": 1e-8, "ns_method": "standard", "torch_adam": True}  # AdamW's own
 
 
 def _name_output_layer(model: nn.Module) -> None:

@@ -75,6 +75,7 @@ def _check_by_hand(rank: int, engine: str) -> None:
     state = installed.state_dict()["residuals"][0]
     numel = installed.residuals[0].layout.shard_numel
     decoded = zcomm._residuals.residual.decode_state(state)[:, :numel]
+    installed.residuals[0].commit()
     assert torch.equal(decoded, installed.residuals[0].values())
     assert 0 < float(decoded.abs().max()) < float(expected[-1].abs().max())  # without the scale of 2^20
     again = Residual(
@@ -114,8 +115,12 @@ def _check_grad_scaler(rank: int, is_given: bool) -> None:  # noqa: FBT001
             got.append(grad().clone())
             num_taken += 1
         scaler.step(optimizer)
+        if is_given:
+            installed.state_dict()  # which changes nothing, also after a skipped step
         scaler.update()
         optimizer.zero_grad()
+        if is_given:
+            installed.state_dict()
     assert len(set(scales)) > 4
     installed.uninstall()
     expected = _unscaled(rank, "ddp", num_taken)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import zero
 from tests.ranks import run_ranks
 from tests.zero.models import batch, loss_of, new_model
 from tests.zero.training import full_values, zero_optimizer
@@ -128,6 +129,28 @@ def _check_errors(rank: int) -> None:
 
 def test_errors() -> None:
     run_ranks(2, _check_errors)
+
+
+def _check_numbers(rank: int) -> None:
+    """A state that is one number: rank 0's for the full one, each rank's own for the local one; it keeps its type."""
+    for optimizer_class, kind in ((torch.optim.AdamW, torch.Tensor), (zero.Lamb, int)):
+        model = nn.Linear(40, 300)
+        with zero_optimizer(model, optimizer_class, stage=1, lr=0.01) as optimizer:
+            model(torch.ones(2, 40)).sum().backward()
+            optimizer.step()
+            utils.safe_set_full_optimizer_state(model.weight, torch.tensor(7.0 + 2 * rank), "step")
+            held = [optimizer.parts.runtime.states.get(param, "step") for param in (model.weight, model.bias)]
+            assert [float(step) for step in held[0]] == [7.0] * len(held[0])
+            assert [float(step) for step in held[1]] == [1.0] * len(held[1])
+            assert all(type(step) is kind for step in held[0])
+            assert utils.safe_get_full_optimizer_state(model.weight, "step") == 7
+            utils.safe_set_local_optimizer_state(model.weight, torch.tensor(7.0 + 2 * rank), "step")
+            own = [float(step) for step in optimizer.parts.runtime.states.get(model.weight, "step")]
+            assert own == [7.0 + 2 * rank] * len(held[0])
+
+
+def test_states_of_one_number() -> None:
+    run_ranks(2, _check_numbers)
 
 
 def _local_loss(model: nn.Module, rank: int, micro: int, stage: int) -> Tensor:

@@ -307,6 +307,24 @@ def _check_scheduler(rank: int) -> None:
         _steps(model, optimizer, rank, range(1, 2))
         assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))  # lr is 0 now
         assert given.state is optimizer.state
+        optimizer.load_state_dict(optimizer.state_dict())
+        given.param_groups[0]["lr"] = 1.0
+        scheduler.base_lrs, scheduler.last_epoch = [1.0], -1
+        before = [p.detach().clone() for p in model.parameters()]
+        _steps(model, optimizer, rank, range(2, 3))
+        assert not any(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+        scheduler.step()
+        assert optimizer.param_groups[0]["lr"] == given.param_groups[0]["lr"]
+        assert given.state is optimizer.state
+    model = _model()
+    matrices, others = [[p for p in model.parameters() if (p.ndim > 1) == is_matrix] for is_matrix in (True, False)]
+    both = torch.optim.SGD(matrices, lr=0.1), torch.optim.AdamW(others, lr=0.5)
+    with zero_optimizer(model, list(both), stage=2, offload_optimizer={"device": "cpu"}) as optimizer:
+        assert "CPUAdam" in str(optimizer.effective)
+        _steps(model, optimizer, rank, range(1))
+        optimizer.load_state_dict(optimizer.state_dict())
+        for one, group in zip(both, optimizer.param_groups, strict=True):
+            assert one.param_groups[0] is group
 
 
 def test_a_scheduler_of_the_given_adam_goes_on() -> None:

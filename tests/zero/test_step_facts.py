@@ -136,6 +136,45 @@ def test_gradients_cleared_on_one_rank_are_named(layout: str) -> None:
     run_ranks(world_size, _check_cleared, options)
 
 
+def _check_failed_update(rank: int, options: dict[str, Any], folder: str) -> None:
+    """One rank's update fails and its script goes on, as after running out of memory; the others have applied it."""
+    model = _net()
+    adam = torch.optim.AdamW(model.parameters(), lr=0.01)
+    failing = [False]
+
+    def fail(*_: object) -> None:
+        if failing[0]:
+            raise MemoryError("no room")
+
+    adam.register_step_pre_hook(fail)
+    with zero_optimizer(model, adam, **options) as optimizer:
+        _step(model, optimizer, rank)
+        for is_saved in (False, True):
+            _backward(model, rank)
+            failing[0] = _last(rank)
+            with pytest.raises(MemoryError, match="no room") if failing[0] else nullcontext():
+                optimizer.step()
+            failing[0] = False
+            optimizer.zero_grad()
+            if is_saved:
+                with pytest.raises(DivergedError, match="the last step is done on rank 0 and unfinished"):
+                    save_checkpoint(optimizer, folder, "1")
+            _raises(model, rank, "the last step is done on rank 0 and unfinished, as it raised an error, on rank 1")
+            optimizer.zero_grad()
+        _backward(model, rank)
+        failing[0] = True
+        with pytest.raises(MemoryError, match="no room"):  # on every rank: nothing is lost, and it is done again
+            optimizer.step()
+        failing[0] = False
+        optimizer.step()
+        optimizer.zero_grad()
+        _step(model, optimizer, rank)
+
+
+def test_an_update_that_fails_on_one_rank_is_named(tmp_path: Path) -> None:
+    run_ranks(2, _check_failed_update, {"stage": 3}, str(tmp_path))
+
+
 def _check_not_saved(rank: int, options: dict[str, Any], folder: str) -> None:
     model = _net()
     with zero_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.01), **options) as optimizer:
@@ -237,6 +276,21 @@ def _check_uneven(rank: int, stage: int) -> None:
                     _backward(model, rank)
             optimizer.step()
             optimizer.zero_grad()
+        for reducing in (0, 1):  # rank 1 runs none inside
+            before = {name: value.clone() for name, value in full_values(model).items()}
+            for _ in range(reducing):
+                _backward(model, 0)
+            with optimizer.no_sync():
+                if rank == 0:
+                    _backward(model, 0)
+            optimizer.step()
+            optimizer.zero_grad()
+            alone = _net()
+            alone.load_state_dict(before)
+            _backward(alone, 0)
+            torch.optim.SGD(alone.parameters(), lr=0.01 * (reducing + 1 / 2)).step()
+            for name, value in full_values(model).items():
+                torch.testing.assert_close(value, alone.state_dict()[name])
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])

@@ -17,6 +17,7 @@ from typing import Any, Literal, Protocol, cast
 import torch
 from torch import Tensor
 
+from zcomm._residuals.residual import Residual
 from zcomm.errors import ConfigError
 
 
@@ -72,16 +73,17 @@ class UserLossScale:
         scaler = self._scaler()
         if self._is_found and scaler is None:
             scaler = self._find_scaler(of)
-        if scaler is None:
-            return 1.0
-        if isinstance(scaler, torch.amp.GradScaler) and isinstance(scaler._scale, Tensor):
-            return float(scaler._scale) if scaler._scale.device.type == "cpu" else scaler._scale
-        return float(scaler.get_scale())
+        return _scale_of(scaler)
 
-    @property
-    def falls_at_overflow(self) -> bool:
-        """Whether a smaller scale means that the last step was skipped: true of a GradScaler."""
-        return isinstance(self._scaler(), torch.amp.GradScaler)
+    def commit(self, residual: Residual) -> None:
+        """Commit what the last exchanges of ``residual`` have lost, unless the GradScaler has skipped their step.
+
+        What was sent in a skipped step is not applied, so its loss must not be added. To be called after the scaler's
+        ``update()``: only a scale that has fallen tells of a skipped step.
+        """
+        if not residual.is_committed:
+            falls_at_overflow = isinstance(scaler := self._scaler(), torch.amp.GradScaler)
+            residual.commit(unless=residual.exceeds(_scale_of(scaler)) if falls_at_overflow else False)
 
     def _find_scaler(self, of: Hashable) -> Scaler | None:
         if self._exchanged and of not in self._exchanged:
@@ -109,3 +111,12 @@ class UserLossScale:
         if self._num_rounds > 1:
             self._reset_residuals()
         return cast("Scaler", found[0])
+
+
+def _scale_of(scaler: Scaler | None) -> float | Tensor:
+    """The scale of ``scaler``; on a GPU a tensor of one element. 1 without a scaler."""
+    if scaler is None:
+        return 1.0
+    if isinstance(scaler, torch.amp.GradScaler) and isinstance(scaler._scale, Tensor):
+        return float(scaler._scale) if scaler._scale.device.type == "cpu" else scaler._scale
+    return float(scaler.get_scale())

@@ -12,6 +12,7 @@ decoded and encoded again.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from copy import copy
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from zcomm._formats.formats import Format
 from zcomm._formats.philox import RandomKey
 from zcomm._formats.recipes import Recipe
 from zcomm._residuals.buffer_layout import Span
+from zcomm._residuals.grad_scaler import UserLossScale
 from zcomm._residuals.relayout import relayout_residuals
 from zcomm._residuals.residual import Residual, check_damping
 from zcomm._transport.route import Group
@@ -81,14 +83,14 @@ class CarriedState:
         for residual in self.residuals:
             residual.reset()
 
-    def retire(self, residual: Residual) -> None:
+    def retire(self, residual: Residual, scaling: UserLossScale) -> None:
         """Save ``residual``, whose buffer no longer exists, for the buffers that its parameters are in next."""
         self.residuals.remove(residual)
-        self._saved.append(_committed(residual).state_dict())
+        self._saved.append(_committed(residual, scaling).state_dict())
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, scaling: UserLossScale) -> dict[str, Any]:
         """See :meth:`zcomm.install.report.Installation.state_dict`."""
-        states = [_committed(residual).state_dict() for residual in self.residuals]
+        states = [_committed(residual, scaling).state_dict() for residual in self.residuals]
         ranks = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
         return {**ranks, "residuals": [*states, *self._saved], "num_random": self._num_random}
 
@@ -108,10 +110,11 @@ class CarriedState:
         self._saved, self._num_random = [dict(residual) for residual in state["residuals"]], int(state["num_random"])
 
 
-def _committed(residual: Residual) -> Residual:
-    if not residual.is_committed:
-        residual.commit()
-    return residual
+def _committed(residual: Residual, scaling: UserLossScale) -> Residual:
+    """``residual`` as the next exchange will find it: a copy, for which alone the last exchange is committed."""
+    seen = copy(residual)
+    scaling.commit(seen)
+    return seen
 
 
 def _restored(state: Mapping[str, Any], group: Group, device: torch.device) -> Residual:

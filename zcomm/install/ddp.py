@@ -327,7 +327,7 @@ class _Compressed:
         for key in [key for key in self._exchanges if set(key) & set(parameters)]:
             for one in self._exchanges.pop(key):
                 if one.residual is not None:
-                    self._record.carried.retire(one.residual)
+                    self._record.carried.retire(one.residual, self._record.scaling)
 
     def _plan(self, piece: FormatPiece, buffer: Tensor) -> PieceExchange:
         topology, carried, wires, residual = self._topology, self._record.carried, piece.choices[0].wires, None

@@ -84,13 +84,12 @@ class PieceExchange:
         """Return the residual for the next exchange, after committing what the previous one has lost.
 
         The commit waits here, and not behind the previous exchange, because only now it is known whether the gradient
-        scaler has skipped that step. What was sent in a skipped step is not applied, so its loss must not be added.
+        scaler has skipped that step.
         """
         if self.residual is None:
             return None
         scale = scaling.current_scale(id(self))
-        if not self.residual.is_committed:
-            self.residual.commit(unless=self.residual.exceeds(scale) if scaling.falls_at_overflow else False)
+        scaling.commit(self.residual)
         self.residual.set_loss_scale(scale)
         return self.residual
 

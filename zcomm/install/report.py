@@ -191,7 +191,7 @@ class Installation:
         The values are tensors, numbers, strings and tuples. Call it between two steps, on every rank; each rank saves
         its own. The state is a copy: 1 byte for each element of the residuals.
         """
-        return self._record.carried.state_dict()
+        return self._record.carried.state_dict(self._record.scaling)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned on this rank. Call it on all ranks, before the first backward.

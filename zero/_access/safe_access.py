@@ -87,11 +87,16 @@ def _local_value(location: ParameterLocation, value: Tensor) -> Tensor:
     return _checked(location, value, location.numel).reshape(-1)
 
 
-def _own_part(location: ParameterLocation, value: Tensor) -> Tensor:
-    """Broadcast rank 0's full ``value``, and return this rank's part."""
-    numel = location.bucket.layout.slots[location.slot].numel
+def _of_first_rank(location: ParameterLocation, value: Tensor, numel: int) -> Tensor:
+    """Rank 0's ``value``, flat, if it has ``numel`` elements on every rank."""
     full = _checked(location, value, numel).detach().to(location.bucket.device, copy=True).reshape(-1)
     control.broadcast_(full, 0, location.runtime.topology)
+    return full
+
+
+def _own_part(location: ParameterLocation, value: Tensor) -> Tensor:
+    """This rank's part of rank 0's full ``value``."""
+    full = _of_first_rank(location, value, location.bucket.layout.slots[location.slot].numel)
     return full[location.first : location.first + location.numel]
 
 
@@ -160,6 +165,7 @@ def _reduced(location: ParameterLocation) -> Tensor | None:
         return None
 
     def read() -> Tensor | None:
+        reducer.consumer.settle()
         return reducer.results(grads, wide=True) if grads.used[location.slot] else None
 
     return on_every_rank(
@@ -321,33 +327,37 @@ def _values(location: ParameterLocation, param: nn.Parameter, key: str) -> list[
     return [values.view(-1)[: location.numel] for values in location.runtime.states.get(param, key)]
 
 
-def _set_state(param: nn.Parameter, key: str, own_value: Callable[[ParameterLocation], Tensor], value: Tensor) -> None:
+def _set_state(
+    param: nn.Parameter,
+    key: str,
+    value: Tensor,
+    own_part: Callable[[ParameterLocation, Tensor], Tensor],
+    checked: Callable[[ParameterLocation, Tensor, int], Tensor],
+) -> None:
     location = _locate_managed(param)
     has_part, number, exists = _state(location, param, key)
     if not exists:
         raise StateError(f"{location.name!r} has no optimizer state {key!r}: the first step creates states")
     if number is None:
-        part = own_value(location)
+        part = own_part(location, value)
         with location.runtime.in_memory([location.bucket], is_changed=True):
             first = 0
             for values in _values(location, param, key) if has_part else ():
                 values.copy_(part[first : first + values.numel()])
                 first += values.numel()
         return
-    for held in location.runtime.states.get(param, key):
-        if isinstance(held, Tensor):
-            held.fill_(float(value))
+    location.runtime.states.set_number(param, key, checked(location, value, 1).item())
 
 
 @collective("param", "optim_state_key", of=_topology_of)
 @torch.no_grad()
 def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
-    """Set the optimizer state ``optim_state_key`` of ``param`` to rank 0's ``value``. Collective."""
-    _set_state(param, optim_state_key, lambda location: _own_part(location, value), value)
+    """Set the optimizer state ``optim_state_key`` of ``param`` to rank 0's ``value``, also one number. Collective."""
+    _set_state(param, optim_state_key, value, _own_part, _of_first_rank)
 
 
 @collective("param", "optim_state_key", of=_topology_of)
 @torch.no_grad()
 def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
     """Set this rank's part of an optimizer state of ``param``. Collective: every rank sets its own."""
-    _set_state(param, optim_state_key, lambda location: _local_value(location, value), value)
+    _set_state(param, optim_state_key, value, _local_value, _checked)

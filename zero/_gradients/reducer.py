@@ -19,8 +19,8 @@ Invariants:
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 
 import torch
 from torch import Tensor
@@ -84,11 +84,20 @@ class GradientConsumer:
     rounds_means = False
     """Whether each mean is rounded to the parameters' dtype, as copies to host memory are."""
 
+    def settle(self) -> None:
+        """Multiply held gradients by what a step has left to multiply: others are added, or they are read or set.
+
+        Called on this rank alone, so it must not raise.
+        """
+
     def last_backward_starts(self) -> None:
         """The last backward of a step starts. Called on this rank alone, so it must not raise."""
 
     def reduced(self) -> None:
         """A backward has reduced its gradients."""
+
+    def scaler_steps(self) -> None:
+        """A GradScaler is about to read the gradients for its step. Called on every rank."""
 
     def edited(self, own: Tensor) -> None:
         """This rank's part of a reduced gradient was set to ``own`` by a user. Called on every rank."""
@@ -160,8 +169,18 @@ class Reducer(RuntimePart):
         is_exact = wire is not None and "none" in wire and not self._effective.gradient_error
         return dtype if is_exact or bucket.dtype.itemsize >= dtype.itemsize else bucket.dtype
 
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside, backwards reduce nothing."""
+        try:
+            with self.accumulation.no_sync():
+                yield
+        finally:
+            self.facts.is_deferred = True  # also where no backward has run inside, as it may have on other ranks
+
     def start_backward(self) -> None:
         """A backward starts."""
+        self.consumer.settle()
         self._cursor, self.reduces_now = 0, self.accumulation.start_backward()
         self.facts.count(is_deferred=self.accumulation.is_deferred)
         self.ends_step = self.accumulation.is_boundary
@@ -275,7 +294,8 @@ class Reducer(RuntimePart):
     def flush(self) -> None:
         """Reduce gradients left by ``no_sync`` or an unfinished accumulation window, or set by a user. Collective."""
         has_adopted = self._adopt_user_gradients(checks=True)
-        if has_adopted or not self.reduces_now or any(self.reduction.has_sums(one) for one in self.all):
+        holds_unreduced = self.accumulation.holds_unreduced or not self.reduces_now
+        if has_adopted or holds_unreduced or any(self.reduction.has_sums(one) for one in self.all):
             if self.facts.is_deferred:  # it takes the place of the reducing backward that other ranks may run
                 self.facts.count(is_deferred=False)
             self._cursor, self.reduces_now, self._reaches_all_nodes, self.ends_step = 0, True, True, True
@@ -352,6 +372,7 @@ class Reducer(RuntimePart):
         if theirs and checks:
             self.consumer.check_settable(theirs[0].name)
         if changed:
+            self.consumer.settle()
             self.shown.end_edits()
         # Where gradients are summed, too, the mean of what was set counts, unless it replaces this rank's own gradient.
         num_summed = self._topology.world_size if self.reduction.op == "sum" else 1

@@ -39,7 +39,9 @@ class StepFacts:
         self.num_backwards = 0
         """Backwards outside of ``no_sync`` since the last step."""
         self.is_deferred = False
-        """Whether the last backward was within ``no_sync``."""
+        """Whether ``no_sync`` was entered since the last backward outside of it."""
+        self.has_failed = False
+        """Whether the last step has raised on this rank. One that is repeated is another step."""
         self._applied: bytes = b""
         """By parameter, whether the last step had a gradient; then by bucket, whether a user had edited gradients."""
         self._key: tuple[Any, ...] = ()
@@ -56,13 +58,13 @@ class StepFacts:
 
     def end_step(self, edits: list[bool]) -> None:
         """A step uses the present gradients; ``edits``: by bucket, whether a user has edited them."""
-        self.num_backwards, self.is_deferred = 0, False
+        self.num_backwards, self.is_deferred, self.has_failed = 0, False, False
         self._applied = b"".join([*(bytes(grads.used) for grads in self._all), bytes(edits)])
 
     def digest(self, edits: list[bool], ends_step: bool) -> int:  # noqa: FBT001  (of one caller)
         """The digest of everything compared; ``ends_step``: this backward is the last of a step."""
         held = b"".join([*(bytes(grads.reduced) for grads in self._all), bytes(edits)])
-        key = (self._settings(), self.num_backwards, ends_step, held, self._applied)
+        key = (self._settings(), self.num_backwards, ends_step, held, self._applied, self.has_failed)
         if key != self._key:
             hashed = hashlib.blake2b(repr(key).encode(), digest_size=DIGEST_NBYTES).digest()
             self._key, self._digest = key, int.from_bytes(hashed, "little")
@@ -76,32 +78,34 @@ class StepFacts:
         """Raise DivergedError on every rank if the last step or the settings differ between ranks. Collective."""
         if topology.world_size == 1:
             return
-        applied = self._applied
-        self._key = (self._settings(), 0, True, b"", applied)  # without gradients: ranks may clear them differently
+        applied, has_failed = self._applied, self.has_failed
+        # without gradients: ranks may clear them differently
+        self._key = (self._settings(), 0, True, b"", applied, has_failed)
         try:
             if not control.are_equal(repr(self._key), topology):
                 raise self.divergence(topology)
         finally:
-            self._key, self._applied = (), applied  # a second save must fail again
+            self._key, self._applied, self.has_failed = (), applied, has_failed  # a second save must fail again
 
     def forget_step(self) -> None:
         """A load has undone the last step."""
-        self._applied = b""
+        self._applied, self.has_failed = b"", False
 
     def divergence(self, topology: Topology) -> DivergedError:
         """The error for different digests, which every rank must raise. Collective. A difference is reported once."""
         found = differences_between_ranks(self._texts(), topology, lane="step")
-        self._applied = b""
+        self._applied, self.has_failed = b"", False
         return DivergedError(
             f"every rank must make the same calls with the same settings: {summarize(found)}. Pass the loss's mean "
             "over the ranks to a scheduler that follows it; call zero_grad() and step(), and set param.grad and "
-            "accumulation boundaries, on every rank"
+            "accumulation boundaries, on every rank; after a step that raised on some ranks, load the last checkpoint"
         )
 
     def _texts(self) -> dict[str, str]:
-        settings, num_backwards, ends_step, held, applied = self._key
+        settings, num_backwards, ends_step, held, applied, has_failed = self._key
         texts = {"the number of backwards since the last step": str(num_backwards)}
         texts["the backward"] = "one that ends a step" if ends_step else "one within a step"
+        texts["the last step"] = "unfinished, as it raised an error," if has_failed else "done"
         named = [f"parameter group {i} {name}" for i, names in enumerate(self._names) for name in names]
         texts |= {name: repr(value) for name, value in zip(named, settings, strict=True)}
         slots = [slot.name for grads in self._all for slot in grads.bucket.layout.slots]

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Any, ClassVar
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -112,6 +113,11 @@ class FusedUpdater(Updater):
         self.moments, self.moment_dtype = optimizer.moments, optimizer.moment_dtype
         self.stands_for = optimizer.stands_for
 
+    def share(self) -> None:
+        given = self.optimizer.given() if self.optimizer.given is not None else None
+        if given is not None:
+            given.param_groups, given.state = self.optimizer.param_groups, self.optimizer.state
+
     def check_placement(self, device: torch.device, dtypes: Sequence[torch.dtype]) -> None:
         name = type(self.optimizer).__name__
         if device.type != "cpu":
@@ -160,6 +166,8 @@ class CPUOptimizer(Optimizer, ABC):
     zero_updater_class: ClassVar[type[Updater]] = FusedUpdater
     stands_for: str = ""
     """The optimizer that the user gave, if this one replaces it."""
+    given: ref[Optimizer] | None = None
+    """That optimizer, while the user has it."""
 
     def __init__(
         self, params: Iterable[Any], defaults: dict[str, Any], *, fp32_optimizer_states: bool, maximize: bool

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -57,13 +58,12 @@ def _replaced(inner: Optimizer) -> Optimizer:
 
 
 def _as_cpu_adam(inner: Adam) -> CPUAdam:
-    """A CPUAdam that shares groups and state with ``inner``, so a scheduler built on ``inner`` still works."""
+    """A CPUAdam in place of ``inner``, to which it gives its groups and states: see ``Updater.share``."""
     for group in inner.param_groups:
         group["adamw_mode"] = group["decoupled_weight_decay"]
     names = ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize")
     new = CPUAdam(inner.param_groups, **{name: inner.defaults[name] for name in names})
-    new.stands_for = f"torch.optim.{type(inner).__name__}"
-    inner.param_groups, inner.state = new.param_groups, new.state
+    new.stands_for, new.given = f"torch.optim.{type(inner).__name__}", ref(inner)
     if "step" in vars(inner):  # else a scheduler would warn that step() was never called
         inner._opt_called = True  # type: ignore[attr-defined]
     return new

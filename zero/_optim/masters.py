@@ -82,10 +82,20 @@ class OptimizerStates:
 
     def get(self, param: nn.Parameter, key: str) -> list[Any]:
         """State ``key`` of each tensor that this rank has of ``param``, in order; empty if there is none yet."""
+        return [state[key] for state in self._states_of(param) if state.get(key) is not None]
+
+    def set_number(self, param: nn.Parameter, key: str, number: float) -> None:
+        """Set state ``key``, one number, of each tensor that this rank has of ``param``; it keeps its type."""
+        for state in self._states_of(param):
+            if isinstance(held := state.get(key), Tensor):
+                held.fill_(number)
+            elif held is not None:
+                state[key] = type(held)(number)
+
+    def _states_of(self, param: nn.Parameter) -> list[dict[str, Any]]:
         if self._inner is None:
             return []
-        states = [self._inner.state.get(piece.master, {}) for piece in self._pieces_of.get(param, ())]
-        return [state[key] for state in states if state.get(key) is not None]
+        return [self._inner.state.get(piece.master, {}) for piece in self._pieces_of.get(param, ())]
 
     def is_elementwise(self, param: nn.Parameter, key: str) -> bool:
         """Whether state ``key`` of this rank's part of ``param`` has a value for each element."""

@@ -34,6 +34,12 @@ class Updater:
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer
 
+    def share(self) -> None:
+        """Give the optimizer that this one replaces its groups and states: a scheduler that was built on it sets them.
+
+        To be called after everything that makes new ones, such as a load.
+        """
+
     def check_placement(self, device: torch.device, dtypes: Sequence[torch.dtype]) -> None:
         """Raise ConfigError unless masters on ``device`` of parameters in ``dtypes`` can be updated."""
 

@@ -84,6 +84,10 @@ class FinalGradients(GradientConsumer):
         self.flag = torch.zeros(1, device=runtime.buckets[0].device)
         """The overflow flag."""
         self._overflow: Tensor | None = None
+        self._expects_scaler = self._has_scaler = True
+        """Whether a GradScaler may read gradients before a window's last backward; whether one has since the last step.
+
+        The same on every rank."""
         for piece in pieces:
             piece.master.grad_dtype = None  # gradients may be 16-bit, masters float32
         runtime.reducer.consumer = self
@@ -95,8 +99,19 @@ class FinalGradients(GradientConsumer):
         """Called after a backward that reduced."""
         self._overflow, self.runtime.reducer.has_cleared = None, False
         self._assign_grads()
-        if self.runtime.reducer.ends_step:
+        # At stages 2 and 3 the data may end in any backward, and unscale_() reads the gradients without a call of ours.
+        if self.runtime.reducer.ends_step or self._expects_scaler:
             self._show_overflow(self._agreed_overflow())
+
+    def scaler_steps(self) -> None:
+        self._has_scaler = True
+        if self.flag.grad is None and any(grads.agreed for grads in self.runtime.reducer.all):
+            self._show_overflow(self._agreed_overflow())
+
+    def step_ended(self) -> None:
+        """A step was applied or skipped: its gradients count no more."""
+        self.clear()
+        self._expects_scaler, self._has_scaler = self._has_scaler, False
 
     def _show_overflow(self, overflow: Tensor) -> None:
         self.flag.grad = torch.full_like(self.flag, NO_OVERFLOW).masked_fill_(overflow, float("nan"))
@@ -142,13 +157,18 @@ class FinalGradients(GradientConsumer):
         return self._overflow
 
     def apply(self) -> None:
-        """Multiply every gradient of this rank by the factor."""
+        """Multiply every gradient of this rank by the factor. Collective."""
         if self.factor.is_one:
             return
-        reducer, files = self.runtime.reducer, self.runtime.state_files.gradients
-        for grads in reducer.all:
-            reducer.change(grads, self.factor.multiply_)
-        files.agree()
+        self.settle()
+        self.runtime.state_files.gradients.agree()
+
+    def settle(self) -> None:
+        """The same on this rank alone: errors of files wait for the next call that ranks make together."""
+        if self.factor.is_one:
+            return
+        for grads in self.runtime.reducer.all:
+            self.runtime.reducer.change(grads, self.factor.multiply_)
         self.factor = GradFactor()
 
     def prepare_update(self, *, widens: bool) -> None:
@@ -232,4 +252,5 @@ class GradScalerHook:
         runtime: Runtime | None = getattr(optimizer, "_runtime", None)
         if runtime is not None and not runtime.is_closed:
             runtime.reducer.flush()
+            runtime.reducer.consumer.scaler_steps()
         return False
