@@ -69,9 +69,6 @@ ENTRIES |= {
     "zero stage 1 x4": Entry(1, "zero_optimizer", {"stage": 1, "accumulation": 4}),
     "zero stage 2 no_sync x4": Entry(2, "zero_optimizer", {"stage": 2, "accumulation": 4, "has_no_sync": True}),
     "zero stage 2 bf16 gradients": Entry(2, "zero_optimizer", {"stage": 2, "gradient_format": "bf16"}),
-    "hsdp reshard=False bf16 gradients": Entry(
-        2, "fsdp2", {"reshard_after_forward": False, "is_hybrid": True, "sends_bf16": True}
-    ),
     "deepspeed stage 1 bf16 gradients": Entry(
         1, "deepspeed_engine", {"stage": 1, "sections": {"communication_data_type": "bf16"}}, "deepspeed"
     ),
@@ -114,6 +111,14 @@ def _with(name: str, **options: Any) -> Entry:
 
 
 FSDP2, HSDP = [tuple(f"{kind} reshard={reshard}" for reshard in (False, True)) for kind in ("fsdp2", "hsdp")]
+
+
+def _fsdp2(*settings: str, names: tuple[str, ...]) -> dict[str, Entry]:
+    """The contenders ``names`` with these settings, which end their names."""
+    return {" ".join((name, *settings)): _with(name, settings=settings) for name in names}
+
+
+ENTRIES |= _fsdp2("bf16 gradients", names=(HSDP[0],))
 NO_NORM = {"zero_optimization": {"compute_grad_norm": False}, "bf16": {"check_grad_overflow": False}}
 """DeepSpeed neither computes the norm of gradients nor checks that they are finite."""
 TO_OWNERS = NO_NORM | {"zero_optimization": NO_NORM["zero_optimization"] | {"use_multi_rank_bucket_allreduce": False}}
@@ -121,11 +126,11 @@ TO_OWNERS = NO_NORM | {"zero_optimization": NO_NORM["zero_optimization"] | {"use
 OTHER_SETTINGS = {
     "ddp bf16 gradients 4 MiB": Entry(0, "ddp", BF16 | {"bucket_mib": 4}),
     **{f"ddp bf16 two hops {count} MiB": Entry(0, "ddp", TWO_HOPS | {"bucket_mib": count}) for count in (1, 25)},
-    **{f"{name} prefetch": _with(name, prefetches=True) for name in (*FSDP2, HSDP[0])},
-    **{f"{name} all-to-all": _with(name, scatters=True) for name in (*FSDP2, *HSDP)},
-    **{f"{name} one group": _with(name, is_one_group=True) for name in (FSDP2[0], HSDP[0])},
-    **{f"{name} one group all-to-all": _with(name, is_one_group=True, scatters=True) for name in (FSDP2[0], HSDP[0])},
-    f"{FSDP2[0]} all-to-all prefetch": _with(FSDP2[0], scatters=True, prefetches=True),
+    **_fsdp2("prefetch", names=(*FSDP2, HSDP[0])),
+    **_fsdp2("all-to-all", names=(*FSDP2, *HSDP)),
+    **_fsdp2("one group", names=(FSDP2[0], HSDP[0])),
+    **_fsdp2("one group", "all-to-all", names=(FSDP2[0], HSDP[0])),
+    **_fsdp2("all-to-all", "prefetch", names=(FSDP2[0],)),
     "deepspeed stage 3 hpz": _with("deepspeed stage 3", stays_in_node=True),
     "zero redundancy views": _with("zero redundancy", has_parameter_views=True),
 }

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,15 @@ from contenders.muon import Both, GatheredMuon, optimizers
 
 __all__ = ["build"]
 
+Setting = Literal["prefetch", "all-to-all", "one group", "bf16 gradients"]
+"""What is not FSDP2's default.
+
+    prefetch        a block's parameters are gathered, without streams, while the block before it computes
+    all-to-all      gradients are reduced by an all-to-all: each rank sends half as much as in gloo's all-reduce
+    one group       the model is gathered and reduced in one exchange each, not by blocks, and is full in backward
+    bf16 gradients  gradients in float32 are reduced in bfloat16
+"""
+
 
 def build(
     setup: ContenderSetup,
@@ -32,36 +41,30 @@ def build(
     accumulation: int = 1,
     has_muon: bool = False,
     recipe: str = "",
-    prefetches: bool = False,
-    scatters: bool = False,
-    is_one_group: bool = False,
-    sends_bf16: bool = False,
+    settings: tuple[Setting, ...] = (),
 ) -> Contender:
     """Shard the model; parameters stay full from forward to backward, or are gathered twice.
 
     ``is_hybrid``: each node has a full copy of the model, sharded over its ranks (HSDP).
     ``has_muon``: Muon updates the matrices of blocks, each gathered on every rank.
     ``recipe``: this library exchanges parameters and gradients; with ``is_hybrid`` it also averages over the nodes.
-    ``prefetches``: a block's parameters are gathered, without streams, while the block before it computes.
-    ``scatters``: gradients are reduced by an all-to-all; each rank sends half as much as in gloo's all-reduce.
-    ``is_one_group``: the model is gathered and reduced in one exchange each, not by blocks, and is full in backward.
-    ``sends_bf16``: gradients in float32 are reduced in bfloat16.
+    ``settings``: see :data:`Setting`.
     """
     model, is_wide = setup.model, setup.dtype == torch.float32
     mesh, replicas = _mesh(setup, is_hybrid=is_hybrid), None
     if recipe and is_hybrid:
         mesh, replicas = mesh["ranks"], mesh["nodes"].get_group()
-    reduced = torch.bfloat16 if sends_bf16 else None
+    reduced = torch.bfloat16 if "bf16 gradients" in settings else None
     policy = MixedPrecisionPolicy(param_dtype=None if is_wide else setup.dtype, reduce_dtype=reduced)
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "reshard_after_forward": reshard_after_forward}
-    groups = [fully_shard(block, **options) for block in model.blocks if not is_one_group]
+    groups = [fully_shard(block, **options) for block in model.blocks if "one group" not in settings]
     sharded = fully_shard(model, **options)
-    if prefetches:
+    if "prefetch" in settings:
         sharded._set_unshard_async_op(True)
         for block, following in pairwise(groups):
             block.set_modules_to_forward_prefetch([following])
             following.set_modules_to_backward_prefetch([block])
-    if scatters:
+    if "all-to-all" in settings:
         for module in (*groups, sharded):
             module.set_custom_reduce_scatter(_AllToAll())
     if recipe:
