@@ -155,6 +155,10 @@ ENTRIES |= {
 }  # fmt: skip
 FLOAT32_ONLY = ("zero stage 2 bf16 gradients", "hsdp reshard=False bf16 gradients", "deepspeed stage 1 bf16 gradients")
 """With bfloat16 parameters they send bf16 gradients anyway."""
+ENTRIES |= {
+    f"{name} divided muon": _with(f"{name} muon", settings=("divided muon",))._replace(needs="muon_fsdp2")
+    for name in FSDP2
+}
 COMPARED = (
     "alone", "alone x4", "ddp", "ddp bucket views", "ddp bf16 gradients", "ddp bf16 two hops",
     "ddp x4", "ddp bf16 gradients x4", "ddp bf16 two hops x4", "zero redundancy",

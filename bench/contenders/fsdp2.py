@@ -19,17 +19,18 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceS
 from torch.optim import AdamW
 
 from contenders.contender import Contender, ContenderSetup, torch_step
-from contenders.muon import Both, GatheredMuon, optimizers
+from contenders.muon import Both, GatheredMuon, divided_muon, optimizers
 
 __all__ = ["build"]
 
-Setting = Literal["prefetch", "all-to-all", "one group", "bf16 gradients"]
+Setting = Literal["prefetch", "all-to-all", "one group", "bf16 gradients", "divided muon"]
 """What is not FSDP2's default.
 
     prefetch        a block's parameters are gathered, without streams, while the block before it computes
     all-to-all      gradients are reduced by an all-to-all: each rank sends half as much as in gloo's all-reduce
     one group       the model is gathered and reduced in one exchange each, not by blocks, and is full in backward
     bf16 gradients  gradients in float32 are reduced in bfloat16
+    divided muon    the package muon-fsdp2 updates each matrix on one rank, which gathers it; not under HSDP
 """
 
 
@@ -71,7 +72,8 @@ def build(
         topology = None if is_hybrid else setup.topology
         import_module("zcomm").install_fsdp2(model, recipe, topology=topology, replicate_group=replicas)
     if has_muon:
-        optimizer: Any = Both(optimizers(model, setup.learning_rate, GatheredMuon, fused=True))
+        muon = divided_muon if "divided muon" in settings else GatheredMuon
+        optimizer: Any = Both(optimizers(model, setup.learning_rate, muon, fused=True))
     else:
         optimizer = AdamW(model.parameters(), lr=setup.learning_rate, fused=True)
     accumulates = partial(_sharded_in_node if is_hybrid and reshard_after_forward else _unsharded, sharded)

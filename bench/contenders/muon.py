@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Muon, Optimizer
 
-__all__ = ["Both", "GatheredMuon", "optimizers"]
+__all__ = ["Both", "GatheredMuon", "divided_muon", "optimizers"]
 
 LEARNING_RATE, WEIGHT_DECAY = 0.02, 0.1
 """Of Muon; AdamW has the job's learning rate, and the same weight decay."""
@@ -70,6 +71,13 @@ class GatheredMuon(Muon):
                 local = param.to_local()
                 part = whole[first : first + local.shape[0]].to(local.dtype)
                 local.add_(part, alpha=-group["lr"] * max(1, rows / columns) ** 0.5)
+
+
+def divided_muon(matrices: Sequence[Tensor], lr: float, weight_decay: float) -> Optimizer:
+    """The Muon of the package muon-fsdp2, with torch's rule: each matrix is gathered and updated on one rank."""
+    group = {"params": matrices, "lr": lr, "weight_decay": weight_decay, "use_muon": True, "rms_scale": False}
+    optimizer: Optimizer = import_module("muon_fsdp2").Muon([group])
+    return optimizer
 
 
 def _first_row(param: DTensor) -> int:
