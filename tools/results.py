@@ -130,6 +130,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "users steps": lambda: _rates("compare_users_steps", "users", 1),
     "users float32": lambda: _rates("compare_users_float32", "users", 1, "float32"),
     "settings": lambda: _rates("compare_settings", "users", 1),
+    "best settings": lambda: _compared("compare_best_settings", "bfloat16 network 200mbit", 1, NETWORK_COLUMNS),
     "more peers": lambda: _compared("compare_more_peers", "bfloat16 users 200mbit", 1, NETWORK_COLUMNS),
     "more peers x4": lambda: _compared("compare_more_peers", "bfloat16 users 200mbit", 4, NETWORK_COLUMNS),
     "small batch": lambda: _compared("compare_small_batch", "float32 network loopback", 1, PARTS_COLUMNS),

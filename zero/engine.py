@@ -75,7 +75,7 @@ class Engine(nn.Module):
         self.micro_steps = 0
         """Calls of step() so far."""
         self._steps_in_window = 0
-        """Those since the last boundary, or since a load, which leaves no gradients."""
+        """Those since the last boundary, or since a load, which drops gradients."""
         self.global_steps = 0
         """Boundaries so far, skipped steps included."""
         self.skipped_steps = 0
@@ -313,7 +313,7 @@ class Engine(nn.Module):
         stateful = self._stateful()
         if not load_lr_scheduler_states:
             stateful.pop("lr_scheduler", None)
-        return checkpoints.load_checkpoint(
+        loaded = checkpoints.load_checkpoint(
             self.optimizer,
             load_dir,
             tag,
@@ -322,6 +322,9 @@ class Engine(nn.Module):
             load_optimizer_states=load_optimizer_states,
             load_module_only=load_module_only,
         )
+        self._steps_in_window = 0
+        self._mark_boundary()
+        return loaded
 
     def save_16bit_model(
         self,

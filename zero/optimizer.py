@@ -318,7 +318,7 @@ class ZeroOptimizer(Optimizer):
                 self.zero_grad()
         except BaseException as error:  # restore factor and scale, so that the step can be retried
             self.was_step_applied = False
-            runtime.reducer.facts.has_failed = True
+            runtime.reducer.facts.has_failed = before is not None  # else no rank has applied anything
             if not isinstance(error, Exception):  # an interrupt: some gradients may be applied already
                 runtime.hooks.abort_step()
             if self._update.folds and before is not None:
@@ -410,12 +410,14 @@ class ZeroOptimizer(Optimizer):
             self.loss_scale.load_state_dict(state_dict["loss_scale"])
         self._runtime.write_back(buckets)
         restore_parts(self._runtime, state_dict)
+        self._runtime.reducer.facts.forget_step()
 
     def load_inner_state(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of the inner optimizer, which updates this rank's masters."""
         on_every_rank(lambda: self._inner.load_state_dict(state_dict), self.topology)
         self._share_state()
         self._runtime.state_files.store_states()
+        self._runtime.reducer.facts.has_failed = False
 
     @property
     def parts(self) -> OptimizerParts:

@@ -144,6 +144,8 @@ def _check_numbers(rank: int) -> None:
             assert [float(step) for step in held[1]] == [1.0] * len(held[1])
             assert all(type(step) is kind for step in held[0])
             assert utils.safe_get_full_optimizer_state(model.weight, "step") == 7
+            utils.safe_set_full_optimizer_state(model.weight, 8.0, "step")
+            assert utils.safe_get_full_optimizer_state(model.weight, "step") == 8
             utils.safe_set_local_optimizer_state(model.weight, torch.tensor(7.0 + 2 * rank), "step")
             own = [float(step) for step in optimizer.parts.runtime.states.get(model.weight, "step")]
             assert own == [7.0 + 2 * rank] * len(held[0])

@@ -310,7 +310,7 @@ def test_torchs_grad_scaler(stage: int) -> None:
     run_ranks(3, _check_grad_scaler, 3, stage)
 
 
-def _check_early_end(rank: int, stage: int, is_unscaled: bool) -> None:  # noqa: FBT001
+def _check_early_end(rank: int, stage: int, how: str) -> None:
     """The data end in the first backward of a window of two, and the gradient overflows in one rank's part alone."""
     model = torch.nn.Linear(600, 1, bias=False)
     sgd = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -320,25 +320,34 @@ def _check_early_end(rank: int, stage: int, is_unscaled: bool) -> None:  # noqa:
             for factor in (float("inf"), 1.0):
                 before, values = full_values(model)["weight"].clone(), torch.ones(1, 600)
                 values[0, place] = factor
-                for _ in range(2 if factor == 1 and window == 1 else 1):
+                num = 2 if factor == 1 and window == 1 else 1
+                for micro in range(num):
+                    if how == "boundary":
+                        optimizer.is_boundary = micro == num - 1
                     scaler.scale(model(values).sum() / 2).backward()
-                if is_unscaled:
+                if how != "step":
                     scaler.unscale_(optimizer)
+                if how == "unscale" and num == 1:  # refused, on both ranks alike
+                    with pytest.raises(StateError, match=r"set optimizer\.is_boundary = True before the last backward"):
+                        scaler.step(optimizer)
+                    optimizer.zero_grad()
+                    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+                    continue
                 scaler.step(optimizer)
                 scaler.update()
                 optimizer.zero_grad()
                 moved = before - full_values(model)["weight"]
                 expected = 0.0 if factor != 1 else 1.0 if window == 1 else 0.5
                 torch.testing.assert_close(moved, torch.full((1, 600), expected), rtol=0, atol=1e-6)
-            assert scaler.get_scale() == 8.0 / 2 ** (window + 1)
+            assert how == "unscale" or scaler.get_scale() == 8.0 / 2 ** (window + 1)
 
 
-@pytest.mark.parametrize("is_unscaled", [False, True])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_torchs_grad_scaler_where_a_window_ends_early(stage: int, is_unscaled: bool) -> None:  # noqa: FBT001
-    if is_unscaled and stage < 2:
-        pytest.skip("unscale_() reads gradients that only step() reduces")
-    run_ranks(2, _check_early_end, stage, is_unscaled)
+@pytest.mark.parametrize(
+    ("stage", "how"),
+    [*((stage, how) for stage in (0, 1, 2, 3) for how in ("step", "boundary")), (2, "unscale"), (3, "unscale")],
+)
+def test_torchs_grad_scaler_where_a_window_ends_early(stage: int, how: str) -> None:
+    run_ranks(2, _check_early_end, stage, how)
 
 
 def _check_grad_scaler_on_empty_ranks(rank: int) -> None:

@@ -168,7 +168,38 @@ def _check_failed_update(rank: int, options: dict[str, Any], folder: str) -> Non
         failing[0] = False
         optimizer.step()
         optimizer.zero_grad()
+        state = optimizer.state_dict()
+        _backward(model, rank)
+        failing[0] = _last(rank)
+        with pytest.raises(MemoryError, match="no room") if failing[0] else nullcontext():
+            optimizer.step()
+        failing[0] = False
+        optimizer.zero_grad()
+        optimizer.load_state_dict(state)  # which undoes it on every rank
         _step(model, optimizer, rank)
+
+
+def _check_once(rank: int) -> None:
+    """A difference that one rank meets in its backward, and the other in step(), is reported once."""
+    model = _net()
+    with zero_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.01), stage=2) as optimizer:
+        _step(model, optimizer, rank)
+        optimizer.param_groups[0]["lr"] = 0.01 * (rank + 1)
+        if rank == 0:
+            _raises(model, rank, "lr is")
+        else:
+            with optimizer.no_sync():
+                _backward(model, rank)
+            with pytest.raises(DivergedError, match="lr is"):
+                optimizer.step()
+        optimizer.param_groups[0]["lr"] = 0.01
+        optimizer.zero_grad()
+        for _ in range(2):
+            _step(model, optimizer, rank)
+
+
+def test_what_a_backward_and_a_step_meet_is_reported_once() -> None:
+    run_ranks(2, _check_once)
 
 
 def test_an_update_that_fails_on_one_rank_is_named(tmp_path: Path) -> None:

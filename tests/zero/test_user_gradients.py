@@ -196,40 +196,6 @@ def test_a_backward_adds_to_what_a_user_has_set(stage: int) -> None:
     run_ranks(2, _check_accumulating, stage)
 
 
-def _check_kept(rank: int, options: dict[str, Any]) -> None:
-    """Gradients stay over a step that has clipped them: as with torch they are the clipped ones."""
-    plain, model = _net(torch.float32), _net(torch.float32)
-    reference = torch.optim.AdamW(plain.parameters(), lr=0.01)
-    adam = torch.optim.AdamW(model.parameters(), lr=0.01)
-    with zero_optimizer(model, adam, gradient_clipping=0.5, **options) as optimizer:
-        for step, change in enumerate(("backward", "backward", "assign", "set", "nothing", "backward")):
-            value = 0.1 * _value(plain.layers[1].weight, step).float()
-            for one, weight in ((plain, plain.layers[1].weight), (model, model.layers[1].weight)):
-                if change == "backward":
-                    (one(_x(step, torch.float32)).square().sum() * 3.0 ** (3 - step)).backward()
-                elif one is plain or change == "assign":
-                    weight.grad = value.clone() if change != "nothing" else weight.grad
-                elif change == "set":
-                    safe_set_full_grad(weight, value)
-            torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
-            reference.step()
-            optimizer.step()
-            for name, values in full_values(model).items():
-                torch.testing.assert_close(values, plain.state_dict()[name], rtol=1e-4, atol=2e-4, msg=f"{step} {name}")
-        grad = safe_get_full_grad(model.layers[1].weight)
-        torch.testing.assert_close(grad, plain.layers[1].weight.grad, rtol=1e-3, atol=1e-5)
-
-
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("options", [{}, {"offload_optimizer": {"device": "cpu"}}], ids=["memory", "host"])
-def test_clipped_gradients_that_are_kept_are_added_to(stage: int, options: dict[str, Any]) -> None:
-    run_ranks(2, _check_kept, {"stage": stage, **options})
-
-
-def test_so_they_are_in_files(tmp_path: Any) -> None:
-    run_ranks(2, _check_kept, {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}})
-
-
 def _check_unused_on_one(rank: int, stage: int) -> None:
     """After a backward rank 0 alone sets a gradient in a bucket that no rank used: the others count as zeros."""
     model = _net()

@@ -47,8 +47,9 @@ def _check_windows(rank: int, folder: str) -> None:
     assert steps_at(first, 1) == []  # a save leaves it out
     first.save_checkpoint(folder)
     assert first.micro_steps == 14
-    first.load_checkpoint(folder)
-    assert steps_at(first, 4) == [2]
+    for options in ({}, {"load_module_only": True}):
+        first.load_checkpoint(folder, **options)
+        assert steps_at(first, 4) == [2]
     first.destroy()
     for accumulation, expected in ((3, [2, 5]), (2, [1, 3, 5]), (4, [3])):
         again = build(accumulation)

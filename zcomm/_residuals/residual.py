@@ -26,6 +26,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -313,6 +314,12 @@ class Residual:
         self.num_commits += 1
         if self.reset_interval and self.num_commits % self.reset_interval == 0:
             self.reset()
+
+    def copy(self) -> Residual:
+        """A copy that shares the values: committing it leaves this one, and its next exchange, as they are."""
+        other = copy(self)
+        other._works = list(self._works)
+        return other
 
     def rollback(self) -> None:
         """Drop the residual of the exchanges since the last commit: their step was skipped. Waits for them."""

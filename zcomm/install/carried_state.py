@@ -12,7 +12,6 @@ decoded and encoded again.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from copy import copy
 from typing import Any
 
 import torch
@@ -112,7 +111,7 @@ class CarriedState:
 
 def _committed(residual: Residual, scaling: UserLossScale) -> Residual:
     """``residual`` as the next exchange will find it: a copy, for which alone the last exchange is committed."""
-    seen = copy(residual)
+    seen = residual.copy()
     scaling.commit(seen)
     return seen
 

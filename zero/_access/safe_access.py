@@ -165,8 +165,8 @@ def _reduced(location: ParameterLocation) -> Tensor | None:
         return None
 
     def read() -> Tensor | None:
-        reducer.consumer.settle()
-        return reducer.results(grads, wide=True) if grads.used[location.slot] else None
+        rows = reducer.results(grads, wide=True) if grads.used[location.slot] else None
+        return None if rows is None else reducer.consumer.settled(rows)
 
     return on_every_rank(
         read, location.runtime.topology, fact=f"gradient of {location.name}: {grads.used[location.slot]}"
@@ -236,6 +236,7 @@ def _set_grad(param: nn.Parameter, own: Callable[[ParameterLocation], Tensor]) -
     if _reduced(location) is None:
         raise StateError(f"{location.name!r} has no gradient to set: no rank's backward has used it since zero_grad()")
     values, runtime = own(location), location.runtime
+    runtime.reducer.consumer.settle()
     runtime.reducer.change(
         runtime.reducer.by_bucket[location.bucket.index], lambda rows: rows[location.part].copy_(values)
     )
@@ -346,7 +347,7 @@ def _set_state(
                 values.copy_(part[first : first + values.numel()])
                 first += values.numel()
         return
-    location.runtime.states.set_number(param, key, checked(location, value, 1).item())
+    location.runtime.states.set_number(param, key, checked(location, torch.as_tensor(value), 1).item())
 
 
 @collective("param", "optim_state_key", of=_topology_of)

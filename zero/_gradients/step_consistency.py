@@ -88,8 +88,8 @@ class StepFacts:
             self._key, self._applied, self.has_failed = (), applied, has_failed  # a second save must fail again
 
     def forget_step(self) -> None:
-        """A load has undone the last step."""
-        self._applied, self.has_failed = b"", False
+        """A load has undone the last step. Of one that failed also the states must be loaded."""
+        self._applied = b""
 
     def divergence(self, topology: Topology) -> DivergedError:
         """The error for different digests, which every rank must raise. Collective. A difference is reported once."""

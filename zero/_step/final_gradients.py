@@ -84,10 +84,8 @@ class FinalGradients(GradientConsumer):
         self.flag = torch.zeros(1, device=runtime.buckets[0].device)
         """The overflow flag."""
         self._overflow: Tensor | None = None
-        self._expects_scaler = self._has_scaler = True
-        """Whether a GradScaler may read gradients before a window's last backward; whether one has since the last step.
-
-        The same on every rank."""
+        self.is_applied = False
+        """Whether an update is running, which applies the factor itself."""
         for piece in pieces:
             piece.master.grad_dtype = None  # gradients may be 16-bit, masters float32
         runtime.reducer.consumer = self
@@ -99,19 +97,33 @@ class FinalGradients(GradientConsumer):
         """Called after a backward that reduced."""
         self._overflow, self.runtime.reducer.has_cleared = None, False
         self._assign_grads()
-        # At stages 2 and 3 the data may end in any backward, and unscale_() reads the gradients without a call of ours.
-        if self.runtime.reducer.ends_step or self._expects_scaler:
+        if self.runtime.reducer.ends_step:
             self._show_overflow(self._agreed_overflow())
+        else:  # more micro-batches are expected, so the ranks do not agree yet
+            self._show_overflow(torch.zeros((), dtype=torch.bool, device=self.flag.device))
 
     def scaler_steps(self) -> None:
-        self._has_scaler = True
-        if self.flag.grad is None and any(grads.agreed for grads in self.runtime.reducer.all):
-            self._show_overflow(self._agreed_overflow())
+        """The data ended before the boundary of a step: agree on overflow now.
+
+        Raises:
+            StateError: On every rank: ``unscale_()`` has looked for overflows before, on each rank in its own part.
+        """
+        if self._overflow is not None or not any(grads.agreed for grads in self.runtime.reducer.all):
+            return
+        # Unscaled by a scale of 1 it is the same: then only the deadlock watch finds ranks that differ.
+        if self.flag.grad is not None and self.flag.grad.item() != NO_OVERFLOW:
+            raise StateError(
+                "scaler.unscale_(optimizer) was called before the boundary of a step, where the ranks have not agreed "
+                "on overflow yet: set optimizer.is_boundary = True before the last backward, or leave unscale_() to "
+                "scaler.step(optimizer)"
+            )
+        self._show_overflow(self._agreed_overflow())
 
     def step_ended(self) -> None:
-        """A step was applied or skipped: its gradients count no more."""
+        """A step was applied or skipped."""
+        if not self.runtime.stage.shards_states:  # there ``.grad`` is the gradient itself, which a user may read
+            self.settle()
         self.clear()
-        self._expects_scaler, self._has_scaler = self._has_scaler, False
 
     def _show_overflow(self, overflow: Tensor) -> None:
         self.flag.grad = torch.full_like(self.flag, NO_OVERFLOW).masked_fill_(overflow, float("nan"))
@@ -163,10 +175,19 @@ class FinalGradients(GradientConsumer):
         self.settle()
         self.runtime.state_files.gradients.agree()
 
+    def settled(self, rows: Tensor) -> Tensor:
+        if self.factor.is_one:
+            return rows
+        rows = rows.clone()
+        self.factor.multiply_(rows)
+        return rows
+
     def settle(self) -> None:
         """The same on this rank alone: errors of files wait for the next call that ranks make together."""
         if self.factor.is_one:
             return
+        if self.is_applied:  # it would count twice
+            raise StateError("a gradient cannot be set while step() updates with it: set it before step()")
         for grads in self.runtime.reducer.all:
             self.runtime.reducer.change(grads, self.factor.multiply_)
         self.factor = GradFactor()

@@ -79,12 +79,15 @@ class Update:
             StateError: An earlier update failed half way.
         """
         self.check_usable()
+        self._gradients.is_applied = self.folds
         try:
             return self._run()
         except BaseException as error:
             if not isinstance(error, Exception):  # an interrupt: some masters may be updated and others not
                 self.fail(error)
             raise
+        finally:
+            self._gradients.is_applied = False
 
     def _run(self) -> bool:
         if not self.folds:
