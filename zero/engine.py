@@ -75,7 +75,9 @@ class Engine(nn.Module):
         self.micro_steps = 0
         """Calls of step() so far."""
         self._steps_in_window = 0
-        """Those since the last boundary, or since a load, which drops gradients."""
+        """Those since the last boundary, or since gradients were dropped by a load or an exception in a backward."""
+        self._num_aborted = 0
+        """Of the optimizer's aborted steps, those that the window has taken into account."""
         self.global_steps = 0
         """Boundaries so far, skipped steps included."""
         self.skipped_steps = 0
@@ -155,6 +157,7 @@ class Engine(nn.Module):
         Returns:
             ``loss``, divided by the accumulation steps in the same way.
         """
+        self._restart_if_aborted()
         with self._reports.around("backward", self.global_steps):
             if not loss.requires_grad:
                 raise StateError(
@@ -188,6 +191,7 @@ class Engine(nn.Module):
         not counted.
         """
         self._was_step_applied = False
+        self._restart_if_aborted()
         if is_boundary := self.is_gradient_accumulation_boundary():
             num_samples = self._num_samples()
             with self._reports.around("step", self.global_steps):
@@ -230,6 +234,13 @@ class Engine(nn.Module):
         """Set whether the next step() updates, instead of counting; call it before the backward."""
         self._boundary = is_boundary
         self._mark_boundary()
+
+    def _restart_if_aborted(self) -> None:
+        """Start the window anew if an exception has dropped its earlier micro-batches: each step has all of its own."""
+        num_aborted = self.optimizer.parts.runtime.reducer.accumulation.num_aborted
+        if num_aborted != self._num_aborted:
+            self._num_aborted, self._steps_in_window = num_aborted, 0
+            self._mark_boundary()
 
     def _mark_boundary(self) -> None:
         self.optimizer.is_boundary = self.is_gradient_accumulation_boundary()
@@ -322,8 +333,9 @@ class Engine(nn.Module):
             load_optimizer_states=load_optimizer_states,
             load_module_only=load_module_only,
         )
-        self._steps_in_window = 0
-        self._mark_boundary()
+        if loaded.path is not None:
+            self._steps_in_window = 0
+            self._mark_boundary()
         return loaded
 
     def save_16bit_model(

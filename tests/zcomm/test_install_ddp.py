@@ -418,6 +418,9 @@ def _check_refusals(rank: int) -> None:
         zcomm.install_ddp(DistributedDataParallel(nn.Sequential(nn.Embedding(4, 4, sparse=True))), topology=t)
     with pytest.raises(LayoutError, match=r"parameter 'body\.weight' must be real floating point"):
         zcomm.install_ddp(DistributedDataParallel(Given({"body": 10}, torch.complex64)), topology=t)
+    quantized = mlp()  # as with QLoRA: a frozen parameter is not exchanged, whatever its dtype
+    quantized.codes = nn.Parameter(torch.zeros(8, dtype=torch.uint8), requires_grad=False)
+    zcomm.install_ddp(DistributedDataParallel(quantized), topology=t).uninstall()
     other = DistributedDataParallel(mlp())
     other.register_comm_hook(None, _foreign_hook)
     with pytest.raises(StateError, match="_foreign_hook: DDP takes only one; leave it out"):

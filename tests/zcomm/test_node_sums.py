@@ -100,6 +100,10 @@ def _check_residual_is_without_the_scale(rank: int, per_node: int) -> None:
         scaled.commit()
         assert torch.equal(plain.values(), scaled.values())
         assert plain.norm() > 0
+    for dtype in (torch.float16, torch.bfloat16):  # rounded once, with the scale: without it 3e-8 is a subnormal
+        sums, shard = NodeSums(t, SHARD, ("none", "none")), torch.empty(SHARD, dtype=dtype)
+        sums.reduce(shard, torch.full((SHARD * t.world_size,), 3e-8 * 2**16, dtype=dtype), scale=2.0**16)
+        assert torch.equal(shard, torch.full((SHARD,), 3e-8 * 2**16, dtype=dtype))
 
 
 def _check_replica(rank: int, per_node: int) -> None:

@@ -130,6 +130,22 @@ def test_nothing_is_too_small_or_too_odd_to_be_loaded_again(tmp_path: Path) -> N
         assert {entry["dtype"] for entry in header.values()} <= SAFETENSORS, "others read these files, too"
 
 
+def _check_shared(rank: int, folder: Path) -> None:
+    """A buffer of two modules, of which the first leaves it out of the state dict."""
+    model, counts = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.full((2,), 7.0)
+    model[0].register_buffer("counts", counts, persistent=False)
+    model[1].register_buffer("counts", counts)
+    with zero_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=1) as optimizer:
+        zero.save_checkpoint(optimizer, folder, "x")
+        counts.zero_()
+        zero.load_checkpoint(optimizer, folder, "x")
+        assert counts.tolist() == [7.0, 7.0]
+
+
+def test_a_shared_buffer_is_in_a_checkpoint_if_it_is_in_the_state_dict(tmp_path: Path) -> None:
+    run_ranks(2, _check_shared, tmp_path)
+
+
 def _check_refused(rank: int, folder: Path) -> None:
     model = new_model()
     model.register_buffer("varied", torch.arange(3.0))

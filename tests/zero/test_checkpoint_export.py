@@ -20,6 +20,7 @@ from tests.zero.models import new_model
 from tests.zero.training import full_values, train, zero_optimizer
 from zero import CheckpointError
 from zero._checkpoint import dcp, index
+from zero._checkpoint.plain_weights import WeightsWriter
 from zero.cli import main
 
 
@@ -44,6 +45,23 @@ def _check_exported(rank: int, path: str, stage: int) -> None:
         for name in ("missing/../expected.pt/live.safetensors", "expected.pt/live.bin"):
             with pytest.raises(CheckpointError, match=r"expected\.pt"):
                 zero.checkpoints.save_model_file(optimizer, folder / name)
+
+
+def test_a_second_export_leaves_nothing_of_the_first(tmp_path: Path) -> None:
+    """In one file after several, and the other way round: whoever reads the folder gets the weights of the second."""
+    for is_first_whole in (False, True):
+        folder = tmp_path / str(is_first_whole)
+        for value, is_whole in ((1.0, is_first_whole), (2.0, not is_first_whole)):
+            layout = dict.fromkeys(("a", "b"), (torch.float32, (300,)))
+            writer = WeightsWriter(folder / "model.safetensors", layout, 10_000 if is_whole else 1_300)
+            for name in layout:
+                writer.write(name, torch.full((300,), value))
+            files = writer.finish()
+            writer.discard()
+        assert sorted(folder.iterdir()) == sorted(files)
+        weights = [path for path in files if path.suffix == ".safetensors"]
+        assert len(weights) == (2 if is_first_whole else 1)
+        _assert_file(weights, {name: torch.full((300,), 2.0) for name in layout})
 
 
 def _assert_file(files: list[Path], expected: dict[str, Tensor]) -> None:

@@ -87,6 +87,9 @@ def test_state_goes_on_where_it_was() -> None:
         assert first.scale == second.scale
     with pytest.raises(ConfigError, match="greater than 0"):
         StaticLossScale(0)
+    static = StaticLossScale(128.0)
+    static.load_state_dict(StaticLossScale(1.0).state_dict())  # of a checkpoint of bf16: the setting stays
+    assert static.scale == 128
 
 
 PATTERN = [False, True, False, True, True, False, False, False, False]

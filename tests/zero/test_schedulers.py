@@ -233,6 +233,22 @@ def test_state_goes_on_where_it_was(name: str) -> None:
     assert second.param_groups[0]["lr"] == pytest.approx(curve(78), rel=1e-12)
 
 
+def test_the_schedule_is_that_of_the_configuration_also_after_a_load() -> None:
+    """As with DeepSpeed: a longer run goes on by its own length, also from a state that has the old schedule in it."""
+    params = {"warmup_max_lr": 0.1, "warmup_num_steps": 2, "warmup_type": "linear"}
+    short, optimizer = build_scheduler("WarmupDecayLR", {**params, "total_num_steps": 10}, _optimizer()), _optimizer()
+    for _ in range(10):
+        short.optimizer.step()
+        short.step()
+    for more in ({}, {"_total": 10, "_high": [9.0], "base_lrs": [9.0]}):
+        long = build_scheduler("WarmupDecayLR", {**params, "total_num_steps": 100}, optimizer)
+        long.load_state_dict({**short.state_dict(), **more})
+        optimizer.step()
+        long.step()
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * (100 - 10) / (100 - 2), rel=1e-12)
+        optimizer = _optimizer()
+
+
 def test_one_bound_for_each_group() -> None:
     optimizer = _optimizer(2)
     scheduler = build_scheduler("WarmupLR", {"warmup_max_lr": [1.0, 2.0], "warmup_num_steps": 2}, optimizer)

@@ -7,11 +7,24 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tests.ranks import run_ranks
 from zero.compat import engine
+
+
+class Raising(torch.autograd.Function):
+    """Fails in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # noqa: ARG004  (torch's signature)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:  # type: ignore[override]  # noqa: ARG004
+        raise RuntimeError("no memory")
 
 
 def _check_windows(rank: int, folder: str) -> None:
@@ -47,6 +60,14 @@ def _check_windows(rank: int, folder: str) -> None:
     assert steps_at(first, 1) == []  # a save leaves it out
     first.save_checkpoint(folder)
     assert first.micro_steps == 14
+    assert first.load_checkpoint(f"{folder}/none").path is None
+    assert steps_at(first, 2) == [1]  # nothing was loaded, so the window has three
+    assert steps_at(first, 1) == []
+    hook = first.module.register_forward_pre_hook(lambda _, inputs: (Raising.apply(inputs[0].requires_grad_()),))
+    with pytest.raises(RuntimeError, match="no memory"):
+        first.backward(first(torch.ones(1, 8)).sum())
+    hook.remove()
+    assert steps_at(first, 3) == [2]  # what came before the error is dropped
     for options in ({}, {"load_module_only": True}):
         first.load_checkpoint(folder, **options)
         assert steps_at(first, 4) == [2]

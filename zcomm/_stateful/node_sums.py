@@ -257,11 +257,13 @@ class NodeSums:
             yield from self._sum_in_node(rows[..., c], values)
             if added is not None:
                 values.add_(added[..., c])
-        if scale != 1:
-            values.mul_(1 / scale)
-        yield from self._reduce_between_nodes(values, output, c.start)
-        if scale != 1:
-            output.mul_(scale)
+        if scale == 1:
+            yield from self._reduce_between_nodes(values, output, c.start)
+            return
+        # Without the loss scale a 16-bit output would be rounded where the scale is there to keep values from.
+        mean = torch.empty_like(output, dtype=torch.promote_types(output.dtype, torch.float32))
+        yield from self._reduce_between_nodes(values.mul_(1 / scale), mean, c.start)
+        output.copy_(mean.mul_(scale))
 
     @property
     def _sums_and_encodes(self) -> bool:

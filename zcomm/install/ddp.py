@@ -171,11 +171,13 @@ def _choices(ddp: DistributedDataParallel, recipe: Recipe, overrides: Overrides)
     for name, parameter in ddp.module.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(clean_name(name))
     for module_name, module in ddp.module.named_modules():
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad:
             raise LayoutError(f"module {clean_name(module_name)!r} has sparse gradients: use sparse=False")
     named = [NamedParameter(tuple(of_parameter), parameter.numel()) for parameter, of_parameter in names.items()]
     chosen = dict(zip(names, choose_formats(named, recipe, overrides), strict=True))
     for parameter, choice in chosen.items():
+        if not parameter.requires_grad:  # never exchanged, so it may have any dtype, as quantized weights under LoRA
+            continue
         if not parameter.is_floating_point():
             raise LayoutError(f"parameter {choice.name!r} must be real floating point: dtype={parameter.dtype}")
         for wire in (*choice.wires.gradients, choice.wires.reduced):

@@ -183,13 +183,15 @@ def _scalar_kind(internals: OptimizerParts, local: LocalPart, name: str, value: 
 
 
 def named_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """The persistent buffers of ``model``, by name."""
+    """The persistent buffers of ``model``, by name; one that modules share by its first name that is persistent."""
     transient = {
         f"{prefix}.{name}".lstrip(".")
         for prefix, module in model.named_modules(remove_duplicate=False)
         for name in module._non_persistent_buffers_set
     }
-    return {name: buffer for name, buffer in model.named_buffers() if name not in transient}
+    of_all = [(name, buffer) for name, buffer in model.named_buffers(remove_duplicate=False) if name not in transient]
+    first = {id(buffer): name for name, buffer in reversed(of_all)}
+    return {name: buffer for name, buffer in of_all if first[id(buffer)] == name}
 
 
 def digests_of_buffers(runtime: Runtime) -> list[float]:

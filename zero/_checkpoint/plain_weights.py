@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import secrets
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -139,7 +140,7 @@ class WeightsWriter:
         count = len(self._shards)
         if count == 1:
             self._temporary(0).replace(self._output)
-            sync_folder(self._output.parent)
+            self._remove_others([self._output])
             return [self._output]
         stem = self._output.name.removesuffix(".safetensors")
         paths = [self._output.with_name(f"{stem}-{n + 1:05d}-of-{count:05d}.safetensors") for n in range(count)]
@@ -153,7 +154,22 @@ class WeightsWriter:
         # makes the renames above durable.
         index_path = self._output.with_name(f"{self._output.name}.index.json")
         replace_file(index_path, json.dumps(index, indent=2).encode(), self._save_id)
+        self._remove_others([*paths, index_path])
         return [*paths, index_path]
+
+    def _remove_others(self, written: list[Path]) -> None:
+        """Remove what an earlier write of another number of files has left: a reader would take it for this one.
+
+        The index first, as it names the others.
+        """
+        name = self._output.name
+        shard = re.compile(re.escape(name.removesuffix(".safetensors")) + r"-\d{5}-of-\d{5}\.safetensors")
+        index = self._output.with_name(f"{name}.index.json")
+        shards = (path for path in sorted(self._output.parent.iterdir()) if shard.fullmatch(path.name))
+        for path in (index, self._output, *shards):
+            if path not in written:
+                remove_file(path)
+        sync_folder(self._output.parent)
 
 
 def divide(layout: Layout, max_nbytes: int) -> list[list[str]]:

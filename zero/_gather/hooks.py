@@ -238,6 +238,7 @@ class Hooks(RuntimePart):
     def abort_step(self) -> None:
         """Drop the gradients of a step that was interrupted, and release what is gathered."""
         self._reducer.discard_step()
+        self._reducer.accumulation.num_aborted += 1
         self._gatherer.release_all(but_access=True)
         self._gatherer.abandon_iteration(IterationKind.TRAINING)
 

@@ -38,6 +38,8 @@ class Accumulation:
         self._num_backwards, self._reduces_each = num_backwards, reduces_each
         self.num_started = 0
         """Backwards of this step so far."""
+        self.num_aborted = 0
+        """Steps whose gradients were dropped because an exception or interrupt ended a backward."""
         self.boundary: bool | None = None
         """Whether this backward is the last of a step, if the engine or the user sets it; None: counted here."""
         self.is_deferred = False

@@ -14,7 +14,8 @@ With b the number of ``scheduler.step()`` calls so far minus 1 (so b = -1 in the
                    way round between cycle_min_mom and cycle_max_mom
 
 ``scheduler.step(n)`` sets b to n. Every bound may be a number, or a list with one for each parameter group.
-``state_dict`` and ``get_last_lr`` are torch's. Source: DeepSpeed's documentation of learning-rate schedulers.
+``get_last_lr`` is torch's; a state dict has the position in the schedule alone.
+Source: DeepSpeed's documentation of learning-rate schedulers.
 """
 
 from __future__ import annotations
@@ -66,6 +67,10 @@ class _Ramp:
         return math.log(batch + 1) / math.log(self.num_steps) if self._is_log else batch / self.num_steps
 
 
+POSITION = ("last_epoch", "_step_count", "_last_lr")
+"""The attributes of a scheduler that change from step to step."""
+
+
 class _BatchScheduler(LRScheduler):
     """Counts steps as DeepSpeed does: ``batch`` is -1 before the first one."""
 
@@ -81,8 +86,12 @@ class _BatchScheduler(LRScheduler):
         super().step()
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's, with plain values only."""
-        return {key: value for key, value in super().state_dict().items() if not isinstance(value, _Ramp)}
+        """The position alone, as DeepSpeed's: the schedule is that of the configuration."""
+        return {key: value for key, value in super().state_dict().items() if key in POSITION}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go to the saved position; checkpoints of earlier versions have the old schedule beside it."""
+        super().load_state_dict({key: value for key, value in state_dict.items() if key in POSITION})
 
 
 class WarmupLR(_BatchScheduler):
