@@ -192,7 +192,7 @@ def _check_checkpoint(rank: int, kind: str, wires: tuple[str, str], folder: str)
     _train(model, optimizer, rank, range(3))
     checkpoint = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "zcomm": installed.state_dict()}
     torch.save(checkpoint, f"{folder}/{rank}.pt")
-    at_save = [residual.state_dict() for residual in installed.residuals]
+    at_save = [residual.commit() or residual.state_dict() for residual in installed.residuals]
     assert all(state["codes"].any() for state in at_save)
     went_on = _train(model, optimizer, rank, range(3, 6))
     ended = [residual.commit() or residual.state_dict() for residual in installed.residuals]

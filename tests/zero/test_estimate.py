@@ -111,7 +111,7 @@ def _check_whole(rank: int, folder: Path) -> None:
         model = Spoken()
         found = zero.estimate(model, config | {"optimizer": {"type": "Muon"}}, 2, 2, prints=False)
         matrices, others, _ = zero.split_for_muon(model)
-        given = [torch.optim.Muon(matrices), torch.optim.AdamW(others)]
+        given = [torch.optim.Muon(matrices, ns_steps=1), torch.optim.AdamW(others)]  # as much memory in less time
         with zero_optimizer(model, given, ranks_per_node=2, config=config) as optimizer:
             for _ in range(2 * (config.get("gradient_accumulation_steps") or 1)):
                 x = torch.randn(4, WIDTH, dtype=next(model.parameters()).dtype)

@@ -435,7 +435,7 @@ def test_muon_alone_updates_the_parts() -> None:
 
 
 def _random_matrices(generator: torch.Generator) -> list[nn.Parameter]:
-    shapes = [(40, 24), (24, 40), (600, 600), (24, 40), (16, 16), (40, 24), (1, 24), (40, 24), (600, 600)]
+    shapes = [(40, 24), (24, 40), (160, 160), (24, 40), (16, 16), (40, 24), (1, 24), (40, 24), (160, 160)]
     return [nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
 
 
