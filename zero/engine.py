@@ -75,9 +75,9 @@ class Engine(nn.Module):
         self.micro_steps = 0
         """Calls of step() so far."""
         self._steps_in_window = 0
-        """Those since the last boundary, or since gradients were dropped by a load or an exception in a backward."""
+        """Those since the last boundary, or since a load or an exception in a backward has dropped the gradients."""
         self._num_aborted = 0
-        """Of the optimizer's aborted steps, those that the window has taken into account."""
+        """``accumulation.num_aborted`` when the window was last checked against it."""
         self.global_steps = 0
         """Boundaries so far, skipped steps included."""
         self.skipped_steps = 0
@@ -236,7 +236,7 @@ class Engine(nn.Module):
         self._mark_boundary()
 
     def _restart_if_aborted(self) -> None:
-        """Start the window anew if an exception has dropped its earlier micro-batches: each step has all of its own."""
+        """Restart the window if an exception has dropped its micro-batches, so that no step lacks some."""
         num_aborted = self.optimizer.parts.runtime.reducer.accumulation.num_aborted
         if num_aborted != self._num_aborted:
             self._num_aborted, self._steps_in_window = num_aborted, 0
@@ -333,7 +333,7 @@ class Engine(nn.Module):
             load_optimizer_states=load_optimizer_states,
             load_module_only=load_module_only,
         )
-        if loaded.path is not None:
+        if loaded.path is not None:  # it has dropped the gradients
             self._steps_in_window = 0
             self._mark_boundary()
         return loaded
@@ -402,7 +402,5 @@ class _Counters:
         state = {"global_samples": int(state["global_steps"]) * (self._engine.train_batch_size() or 1), **state}
         for name in COUNTERS:
             setattr(self._engine, name, int(state[name]))
-        self._engine._steps_in_window = 0
         if isinstance(self._engine.training_dataloader, RankDataLoader) and "num_passes" in state:
             self._engine.training_dataloader.load_state_dict(state)
-        self._engine._mark_boundary()

@@ -134,11 +134,13 @@ OTHER_SETTINGS = {
     "deepspeed stage 3 hpz": _with("deepspeed stage 3", stays_in_node=True),
     "zero redundancy views": _with("zero redundancy", has_parameter_views=True),
 }
-for stage in ("deepspeed stage 1", "deepspeed stage 2"):
-    OTHER_SETTINGS[f"{stage} no norm"] = _with(stage, sections=NO_NORM)
-    OTHER_SETTINGS[f"{stage} to owners"] = _with(stage, sections=TO_OWNERS)
+OTHER_SETTINGS |= {
+    f"deepspeed stage {n} {name}": _with(f"deepspeed stage {n}", sections=sections)
+    for n in (1, 2)
+    for name, sections in (("no norm", NO_NORM), ("to owners", TO_OWNERS))
+}
+"""Other settings of peers, compared once: compare_settings.md, compare_more_peers.md and compare_best_settings.md."""
 ENTRIES |= OTHER_SETTINGS
-"""With other settings of peers, compared once: bench/results/compare_settings.md, compare_more_peers.md."""
 POWERSGD = {f"ddp powersgd {rank}": {"gradient_as_bucket_view": True, "powersgd_rank": rank} for rank in (4, 16)}
 POWERSGD |= {f"{name} bf16": options | {"sends": "bf16"} for name, options in POWERSGD.items()}
 ENTRIES |= {name: Entry(0, "ddp", options) for name, options in POWERSGD.items()}

@@ -57,9 +57,8 @@ def build(
         local = setup.topology.ranks_per_node if setup.topology is not None else int(os.environ["LOCAL_WORLD_SIZE"])
         model.register_comm_hook(Hops(local), _by_node)
     if powersgd_rank:
-        send_by_powersgd(
-            model, powersgd_rank, first_step=2, in_bf16=sends == "bf16"
-        )  # after the warm-up and one timed step
+        # The first steps send whole gradients: the warm-up and one timed step.
+        send_by_powersgd(model, powersgd_rank, first_step=2, in_bf16=sends == "bf16")
     if recipe:
         import_module("zcomm").install_ddp(model, recipe, topology=setup.topology)
     optimizer: Any = AdamW(model.parameters(), lr=setup.learning_rate, fused=True)

@@ -148,32 +148,28 @@ def _check_failed_update(rank: int, options: dict[str, Any], folder: str) -> Non
 
     adam.register_step_pre_hook(fail)
     with zero_optimizer(model, adam, **options) as optimizer:
-        _step(model, optimizer, rank)
-        for is_saved in (False, True):
+
+        def step(*, fails: bool) -> None:
             _backward(model, rank)
-            failing[0] = _last(rank)
-            with pytest.raises(MemoryError, match="no room") if failing[0] else nullcontext():
+            failing[0] = fails
+            with pytest.raises(MemoryError, match="no room") if fails else nullcontext():
                 optimizer.step()
             failing[0] = False
+
+        _step(model, optimizer, rank)
+        for is_saved in (False, True):
+            step(fails=_last(rank))
             optimizer.zero_grad()
             if is_saved:
                 with pytest.raises(DivergedError, match="the last step is done on rank 0 and unfinished"):
                     save_checkpoint(optimizer, folder, "1")
             _raises(model, rank, "the last step is done on rank 0 and unfinished, as it raised an error, on rank 1")
             optimizer.zero_grad()
-        _backward(model, rank)
-        failing[0] = True
-        with pytest.raises(MemoryError, match="no room"):  # on every rank: nothing is lost, and it is done again
-            optimizer.step()
-        failing[0] = False
+        step(fails=True)  # on every rank: nothing is lost, and it is done again
         optimizer.step()
         optimizer.zero_grad()
         state = optimizer.state_dict()
-        _backward(model, rank)
-        failing[0] = _last(rank)
-        with pytest.raises(MemoryError, match="no room") if failing[0] else nullcontext():
-            optimizer.step()
-        failing[0] = False
+        step(fails=_last(rank))
         optimizer.zero_grad()
         optimizer.load_state_dict(state)  # which undoes it on every rank
         _step(model, optimizer, rank)

@@ -82,8 +82,9 @@ class UserLossScale:
         ``update()``: only a scale that has fallen tells of a skipped step.
         """
         if not residual.is_committed:
-            falls_at_overflow = isinstance(scaler := self._scaler(), torch.amp.GradScaler)
-            residual.commit(unless=residual.exceeds(_scale_of(scaler)) if falls_at_overflow else False)
+            scaler = self._scaler()
+            is_skipped = isinstance(scaler, torch.amp.GradScaler) and residual.exceeds(_scale_of(scaler))
+            residual.commit(unless=is_skipped)
 
     def _find_scaler(self, of: Hashable) -> Scaler | None:
         if self._exchanged and of not in self._exchanged:

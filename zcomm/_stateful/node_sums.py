@@ -159,8 +159,9 @@ class NodeSums:
             ConfigError: ``scale`` or ``async_op`` is invalid.
 
         Cost for each rank: that of a two-hop reduce-scatter; without ``input`` that of its hop 2. Scratch: the
-        messages, and num_nodes x n elements in float32. With ``relative_error`` messages have room of 2 bytes for each
-        element, and a row takes a few more float32 and int16 buffers of its size while it is encoded.
+        messages, and num_nodes x n elements in float32; n more if there is a ``scale`` and ``output`` has 16 bits. With
+        ``relative_error`` messages have room of 2 bytes for each element, and a row takes a few more float32 and int16
+        buffers of its size while it is encoded.
         """
         scale, (output,) = as_positive("scale", scale), check_arguments(None, async_op=async_op, output=output)
         if input is not None:
@@ -260,10 +261,12 @@ class NodeSums:
         if scale == 1:
             yield from self._reduce_between_nodes(values, output, c.start)
             return
-        # Without the loss scale a 16-bit output would be rounded where the scale is there to keep values from.
-        mean = torch.empty_like(output, dtype=torch.promote_types(output.dtype, torch.float32))
+        # Rounded once, with the scale: in 16 bits small values would be lost without it.
+        mean = output if output.dtype.itemsize >= 4 else torch.empty_like(output, dtype=torch.float32)
         yield from self._reduce_between_nodes(values.mul_(1 / scale), mean, c.start)
-        output.copy_(mean.mul_(scale))
+        mean.mul_(scale)
+        if mean is not output:
+            output.copy_(mean)
 
     @property
     def _sums_and_encodes(self) -> bool:

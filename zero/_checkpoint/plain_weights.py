@@ -140,6 +140,7 @@ class WeightsWriter:
         count = len(self._shards)
         if count == 1:
             self._temporary(0).replace(self._output)
+            sync_folder(self._output.parent)
             self._remove_others([self._output])
             return [self._output]
         stem = self._output.name.removesuffix(".safetensors")
@@ -158,9 +159,9 @@ class WeightsWriter:
         return [*paths, index_path]
 
     def _remove_others(self, written: list[Path]) -> None:
-        """Remove what an earlier write of another number of files has left: a reader would take it for this one.
+        """Remove the files of an earlier write that had another number of them: readers may prefer those.
 
-        The index first, as it names the others.
+        Only once this write is durable; the index first, as it names the others.
         """
         name = self._output.name
         shard = re.compile(re.escape(name.removesuffix(".safetensors")) + r"-\d{5}-of-\d{5}\.safetensors")
@@ -168,7 +169,7 @@ class WeightsWriter:
         shards = (path for path in sorted(self._output.parent.iterdir()) if shard.fullmatch(path.name))
         for path in (index, self._output, *shards):
             if path not in written:
-                remove_file(path)
+                path.unlink(missing_ok=True)
         sync_folder(self._output.parent)
 
 

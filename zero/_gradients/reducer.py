@@ -85,9 +85,9 @@ class GradientConsumer:
     """Whether each mean is rounded to the parameters' dtype, as copies to host memory are."""
 
     def settle(self) -> None:
-        """Multiply held gradients by what a step has left to multiply, before others are added or set.
+        """Multiply held gradients by the factor that a step has used but not applied, before others are added or set.
 
-        Called on this rank alone, so it must not raise, but while an update uses them: then nothing can be set.
+        Called on this rank alone, so it must not raise, except while an update uses them: then nothing can be set.
         """
 
     def settled(self, rows: Tensor) -> Tensor:
@@ -175,7 +175,7 @@ class Reducer(RuntimePart):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Inside, backwards reduce nothing."""
+        """See :meth:`zero.ZeroOptimizer.no_sync`."""
         try:
             with self.accumulation.no_sync():
                 yield
@@ -300,7 +300,7 @@ class Reducer(RuntimePart):
         has_adopted = self._adopt_user_gradients(checks=True)
         holds_unreduced = self.accumulation.holds_unreduced or not self.reduces_now
         if has_adopted or holds_unreduced or any(self.reduction.has_sums(one) for one in self.all):
-            self.consumer.settle()  # as the backward of another rank does
+            self.consumer.settle()  # as on ranks that reduce in a backward
             if self.facts.is_deferred:  # it takes the place of the reducing backward that other ranks may run
                 self.facts.count(is_deferred=False)
             self._cursor, self.reduces_now, self._reaches_all_nodes, self.ends_step = 0, True, True, True

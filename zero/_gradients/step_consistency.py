@@ -41,7 +41,7 @@ class StepFacts:
         self.is_deferred = False
         """Whether ``no_sync`` was entered since the last backward outside of it."""
         self.has_failed = False
-        """Whether the last step has raised on this rank. One that is repeated is another step."""
+        """Whether the last step raised an error on this rank, which may have left it without the update."""
         self._applied: bytes = b""
         """By parameter, whether the last step had a gradient; then by bucket, whether a user had edited gradients."""
         self._key: tuple[Any, ...] = ()
@@ -88,7 +88,7 @@ class StepFacts:
             self._key, self._applied, self.has_failed = (), applied, has_failed  # a second save must fail again
 
     def forget_step(self) -> None:
-        """A load has undone the last step. Of one that failed also the states must be loaded."""
+        """A load has undone the last step. :attr:`has_failed` stays until optimizer states are loaded, too."""
         self._applied = b""
 
     def divergence(self, topology: Topology) -> DivergedError:

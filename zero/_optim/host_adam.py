@@ -58,7 +58,7 @@ def _replaced(inner: Optimizer) -> Optimizer:
 
 
 def _as_cpu_adam(inner: Adam) -> CPUAdam:
-    """A CPUAdam in place of ``inner``, to which it gives its groups and states: see ``Updater.share``."""
+    """A CPUAdam in place of ``inner``; they have the same groups and states: see ``Updater.share``."""
     for group in inner.param_groups:
         group["adamw_mode"] = group["decoupled_weight_decay"]
     names = ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize")

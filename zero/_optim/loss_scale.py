@@ -51,7 +51,7 @@ class StaticLossScale:
         return {"scale": self.scale}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Do nothing: the scale is a setting, and a checkpoint may be of another (of bf16, which has none, it is 1)."""
+        """Do nothing: the scale is a setting. A checkpoint may have been saved with another one, bf16 with 1."""
 
 
 class DynamicLossScale:

@@ -35,9 +35,9 @@ class Updater:
         self.optimizer = optimizer
 
     def share(self) -> None:
-        """Give the optimizer that this one replaces its groups and states: a scheduler that was built on it sets them.
+        """Give the optimizer that this one replaces the same groups and states: schedulers built on it write to them.
 
-        To be called after everything that makes new ones, such as a load.
+        Call it whenever they were replaced, as by a load.
         """
 
     def check_placement(self, device: torch.device, dtypes: Sequence[torch.dtype]) -> None:

@@ -99,18 +99,18 @@ class FinalGradients(GradientConsumer):
         self._assign_grads()
         if self.runtime.reducer.ends_step:
             self._show_overflow(self._agreed_overflow())
-        else:  # more micro-batches are expected, so the ranks do not agree yet
-            self._show_overflow(torch.zeros((), dtype=torch.bool, device=self.flag.device))
+        else:  # more micro-batches are expected, so the ranks do not agree yet: see scaler_steps()
+            self.flag.grad = torch.full_like(self.flag, NO_OVERFLOW)
 
     def scaler_steps(self) -> None:
-        """The data ended before the boundary of a step: agree on overflow now.
+        """Agree on overflow if the ranks have not: the data ended before the boundary of a step.
 
         Raises:
-            StateError: On every rank: ``unscale_()`` has looked for overflows before, on each rank in its own part.
+            StateError: On every rank: ``unscale_()`` was called before, and has looked at each rank's own part alone.
         """
         if self._overflow is not None or not any(grads.agreed for grads in self.runtime.reducer.all):
             return
-        # Unscaled by a scale of 1 it is the same: then only the deadlock watch finds ranks that differ.
+        # A scale of 1 leaves it as it was: then only the deadlock watch finds ranks that differ.
         if self.flag.grad is not None and self.flag.grad.item() != NO_OVERFLOW:
             raise StateError(
                 "scaler.unscale_(optimizer) was called before the boundary of a step, where the ranks have not agreed "
@@ -121,7 +121,7 @@ class FinalGradients(GradientConsumer):
 
     def step_ended(self) -> None:
         """A step was applied or skipped."""
-        if not self.runtime.stage.shards_states:  # there ``.grad`` is the gradient itself, which a user may read
+        if not self.runtime.stage.shards_states:  # stage 0: ``.grad`` is the gradient itself, which a user may read
             self.settle()
         self.clear()
 
@@ -175,15 +175,8 @@ class FinalGradients(GradientConsumer):
         self.settle()
         self.runtime.state_files.gradients.agree()
 
-    def settled(self, rows: Tensor) -> Tensor:
-        if self.factor.is_one:
-            return rows
-        rows = rows.clone()
-        self.factor.multiply_(rows)
-        return rows
-
     def settle(self) -> None:
-        """The same on this rank alone: errors of files wait for the next call that ranks make together."""
+        """As :meth:`apply`, on this rank alone: errors of files are raised by the next collective call."""
         if self.factor.is_one:
             return
         if self.is_applied:  # it would count twice
@@ -191,6 +184,13 @@ class FinalGradients(GradientConsumer):
         for grads in self.runtime.reducer.all:
             self.runtime.reducer.change(grads, self.factor.multiply_)
         self.factor = GradFactor()
+
+    def settled(self, rows: Tensor) -> Tensor:
+        if self.factor.is_one:
+            return rows
+        rows = rows.clone()
+        self.factor.multiply_(rows)
+        return rows
 
     def prepare_update(self, *, widens: bool) -> None:
         """Give masters their gradients for the update, and the flag none.
