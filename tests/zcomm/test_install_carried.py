@@ -5,8 +5,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -17,10 +19,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import zcomm
-from tests.ranks import run_ranks, topology
+from tests.ranks import device_mesh, run_ranks, topology
 from tests.zcomm.models import Given, batch, flat_grad, mlp
 from tests.zcomm.travelled import travelled
 from zcomm import ConfigError, FormatError, Recipe, Residual, StateError
+from zcomm._residuals.grad_scaler import UserLossScale
 from zcomm.install.pieces import PieceExchange
 from zcomm.install.report import Installation
 
@@ -133,6 +136,47 @@ def _check_new_buckets(rank: int, per_node: int, options: dict[str, Any]) -> Non
 def test_residuals_survive_new_buckets_by_parameter(per_node: int) -> None:
     for options in ({}, {"static_graph": True}, {"gradient_as_bucket_view": True}):
         run_ranks(4, _check_new_buckets, per_node, options)
+
+
+def _check_other_parameters_train(rank: int, per_node: int, *, has_replicas: bool) -> None:
+    model, found = Given({"a": 3000, "b": 2400}), []
+    options: dict[str, Any] = {"topology": topology(per_node)}
+    mesh = device_mesh((2, 2), ("replicate", "shard")) if has_replicas else None
+    if mesh is not None:
+        options = {"replicate_group": mesh["replicate"].get_group()}
+    model.b.weight.requires_grad_(False)
+    fully_shard(model, mesh=None if mesh is None else mesh["shard"])
+    installed = zcomm.install_fsdp2(model, LOSSY, **options)
+    begin = UserLossScale.begin_exchange
+
+    def look(scaling: UserLossScale, residual: Residual, of: Any) -> None:
+        begin(scaling, residual, of)
+        found.append(residual)
+
+    inputs, held = {name: _given(rank, name)[:numel] for name, numel in (("a", 3000), ("b", 2400))}, {}
+    for trained in ("a", "a", "ab", "ab", "b", "a", "ab"):
+        for name in "ab":
+            model.get_submodule(name).weight.requires_grad_(name in trained)
+        found.clear()
+        with mock.patch.object(UserLossScale, "begin_exchange", look):
+            model(inputs).backward()
+        (residual,) = found
+        columns = [{"a": 3000, "b": 2400}[name] // (2 if has_replicas else 4) for name in trained]
+        for name, values in zip(
+            trained, torch.split(residual.values().view(-1, sum(columns)), columns, 1), strict=True
+        ):
+            before = held.get(name, torch.zeros(()))
+            assert (values - before).norm() <= 0.02 * before.norm(), (trained, name)
+        residual.commit()
+        parts = torch.split(residual.values().view(-1, sum(columns)), columns, 1)
+        held |= dict(zip(trained, parts, strict=True))
+        assert all(part.any() for part in parts)
+        assert len(installed.residuals) == 1 or trained == "a", "a residual of parameters that another one has"
+
+
+@pytest.mark.parametrize(("per_node", "has_replicas"), [(2, False), (1, False), (1, True)])
+def test_residuals_follow_parameters_that_begin_or_end_to_train(per_node: int, has_replicas: bool) -> None:  # noqa: FBT001
+    run_ranks(4, partial(_check_other_parameters_train, has_replicas=has_replicas), per_node)
 
 
 def _check_unused(rank: int, options: dict[str, Any]) -> None:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import zcomm
@@ -151,6 +152,26 @@ def _check_residual(rank: int) -> None:
 
 def test_a_residual_keeps_errors_from_adding_up() -> None:
     run_ranks(4, _check_residual)
+
+
+def _check_float64_on_one_node(rank: int, engine: str) -> None:
+    """The only hop loses nothing, so there is no residual, and float64 stays float64."""
+    model = Given({"a": 5000}, torch.float64)
+    wrapped: nn.Module = DistributedDataParallel(model) if engine == "ddp" else fully_shard(model)
+    install = zcomm.install_ddp if engine == "ddp" else zcomm.install_fsdp2
+    recipe = Recipe(gradients=("none", "nf4"), weights="none", reduced="none", residual=True)
+    installed = install(wrapped, recipe, topology=topology(2))
+    inputs = [_given(r, "a", 5000).double() + 1e-12 for r in range(2)]
+    wrapped({"a": inputs[rank]}).backward()
+    grad = model.a.weight.grad
+    grad = grad.full_tensor() if engine == "fsdp2" else grad
+    assert torch.equal(grad, (inputs[0] + inputs[1]) / 2)
+    assert not installed.residuals
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+def test_float64_on_one_node_stays_float64(engine: str) -> None:
+    run_ranks(2, _check_float64_on_one_node, engine)
 
 
 # --- DDP's features

@@ -226,6 +226,31 @@ def test_tied_parameters_have_both_names_and_frozen_ones_send_no_gradient() -> N
     run_ranks(4, _check_tied_and_frozen)
 
 
+def _check_trained_may_change(rank: int) -> None:
+    """Parameters of equal sizes and other formats: each gradient travels in its own, whichever train now."""
+    model = Given({"a": 3000, "b": 3000})
+    model.b.weight.requires_grad_(False)
+    fully_shard(model)
+    installed = zcomm.install_fsdp2(model, TWO_HOPS, topology=topology(2), overrides={"b": "none"})
+    whole = [torch.arange(3000.0).remainder(100 * (r + 1)) for r in range(4)]  # sums of integers are exact
+    quantized = _reduced_sum([[_shards(value_of("a", r, 3000))] for r in range(4)], ("int8", "int4"))[rank]
+    expected = {"a": torch.from_numpy(quantized / np.float32(4)), "b": sum(whole, torch.zeros(())).chunk(4)[rank] / 4}
+    for trained in ("a", "b", "ab", "b", "a"):
+        for name in "ab":
+            model.get_submodule(name).weight.requires_grad_(name in trained)
+        model.zero_grad()
+        model({"a": value_of("a", rank, 3000), "b": whole[rank]}).backward()
+        for name in "ab":
+            grad = model.get_submodule(name).weight.grad
+            assert (grad is not None) == (name in trained)
+            assert grad is None or torch.equal(grad.to_local(), expected[name]), (trained, name)
+    assert "had no gradient" not in str(installed.report())
+
+
+def test_which_parameters_train_may_change() -> None:
+    run_ranks(4, _check_trained_may_change)
+
+
 def _check_accumulation(rank: int) -> None:
     reference, model = mlp(), sharded(mlp())
     zcomm.install_fsdp2(model, AS_IS, topology=topology(2))

@@ -16,7 +16,7 @@ import zcomm
 from tests.ranks import device_mesh, run_ranks
 from tests.zcomm.fsdp2 import AS_IS, TWO_HOPS, error_of, full_grad, loss_of, sharded, value_of
 from tests.zcomm.models import Given, mean_grad, mlp
-from zcomm import LayoutError, Recipe
+from zcomm import LayoutError, Recipe, StateError
 
 
 def _mesh() -> DeviceMesh:
@@ -70,6 +70,26 @@ def _check_replica_residual(rank: int) -> None:
 
 def test_a_residual_between_replicas() -> None:
     run_ranks(4, _check_replica_residual)
+
+
+def _check_sums_of_other_parameters_are_refused(rank: int) -> None:
+    mesh = _mesh()
+    model = Given({"a": 3000, "b": 3000})
+    model.b.weight.requires_grad_(False)
+    fully_shard(model, mesh=mesh["shard"])
+    zcomm.install_fsdp2(model, AS_IS, replicate_group=mesh["replicate"].get_group())
+    model.set_requires_all_reduce(False)
+    inputs = {name: value_of(name, rank, 3000) for name in "ab"}
+    model(inputs).backward()
+    model.a.weight.requires_grad_(False)
+    model.b.weight.requires_grad_(True)
+    model.set_requires_all_reduce(True)
+    with pytest.raises(StateError, match=r"other parameters have gradients .*set_requires_all_reduce\(True\)"):
+        model(inputs).backward()
+
+
+def test_sums_of_other_parameters_are_not_added() -> None:
+    run_ranks(4, _check_sums_of_other_parameters_are_refused)
 
 
 @pytest.mark.parametrize(("recipe", "at_most"), [(AS_IS, 1e-6), (TWO_HOPS, 0.15)], ids=["as is", "quantized"])

@@ -132,6 +132,37 @@ def test_a_grad_scaler_is_found_or_given(is_given: bool) -> None:  # noqa: FBT00
     run_ranks(4, _check_grad_scaler, is_given)
 
 
+def _check_windows(rank: int, engine: str) -> None:
+    """Two exchanges a step: a skipped step takes back what both have lost, whichever of them overflows."""
+    expected = _unscaled(rank, engine, 8)
+    model, wrapped, installed, grad = _installed(engine, scaler="auto")
+    scaler, optimizer = torch.amp.GradScaler("cpu", init_scale=2.0**10), torch.optim.SGD(model.parameters(), lr=0.0)
+    num_taken = 0
+    for first, second in ((1, 1), (1, float("inf")), (1, 1), (float("inf"), 1), (1, 1), (1, 1)):
+        for batch, factor in enumerate((first, second)):
+            loss = _loss(wrapped, rank, num_taken + batch) * (factor if rank == 1 else 1)
+            scale = scaler.get_scale()
+            scaler.scale(loss).backward()
+            if first * second == 1:
+                assert torch.equal(grad() / scale, expected[num_taken + batch]), (num_taken, batch)
+            wrapped.zero_grad()
+            if batch == 0:
+                installed.state_dict()  # changes nothing
+        for parameter in wrapped.parameters():
+            parameter.grad = torch.full_like(parameter, first * second)
+        scaler.step(optimizer)
+        scaler.update()
+        wrapped.zero_grad()
+        num_taken += 2 if first * second == 1 else 0
+    assert num_taken == 8
+    assert scaler.get_scale() == 2.0**8
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+def test_exchanges_of_a_skipped_step_are_taken_back_together(engine: str) -> None:
+    run_ranks(4, _check_windows, engine)
+
+
 def _check_several(rank: int) -> None:
     _, wrapped, installed, _ = _installed("ddp")
     scalers = [torch.amp.GradScaler("cpu", init_scale=2.0) for _ in range(2)]

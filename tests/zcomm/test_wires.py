@@ -132,6 +132,54 @@ def test_infinity_reaches_every_rank() -> None:
     run_ranks(4, _check_infinity_reaches_every_rank)
 
 
+def _means(t: zcomm.Topology, given: Tensor, wire: Any, numel: int) -> tuple[Tensor, list[Tensor]]:
+    """The mean of ``given`` over all ranks by an all-reduce, and this rank's shard of it, by all that reduces."""
+    whole, splits = given.clone(), (None,) if t.backend == "nccl" else (None, [numel] * t.world_size)
+    zcomm.all_reduce(whole, "avg", t, format=wire)
+    shards = [torch.empty(numel, dtype=given.dtype) for _ in splits]
+    for shard, split in zip(shards, splits, strict=True):
+        options: dict[str, Any] = {"format": wire, "numbering": "local", "input_split_sizes": split}
+        zcomm.reduce_scatter_single(shard, given, "avg", group=t, **options)
+    if wire == "none":  # node sums are float32
+        return whole, shards
+    pair = wire if isinstance(wire, tuple) else (wire, wire)
+    for split in splits:
+        sums = zcomm.NodeSums(t, numel, pair, shard_sizes=split)
+        for is_kept in (False, True):  # kept sums are encoded by themselves
+            shards.append(torch.empty(numel, dtype=given.dtype))
+            if is_kept:
+                sums.add(given)
+            sums.reduce(shards[-1], None if is_kept else given)
+    return whole, shards
+
+
+def _check_means_in_fp16(rank: int, per_node: int) -> None:
+    """A mean of large numbers is finite; of moderate ones it has the bits of sums that were not divided before."""
+    t, numel = topology(per_node), 300
+    own = slice(t.shard_index("local") * numel, (t.shard_index("local") + 1) * numel)
+    for limit in (60000.0, 100.0):
+        draw = torch.Generator().manual_seed(7)
+        terms = [
+            (limit * (1 - torch.rand(t.world_size * numel, generator=draw) / 5)).half() for _ in range(t.world_size)
+        ]
+        exact = torch.stack(terms).double().mean(0)
+        of_nodes = torch.stack(terms).float().view(t.num_nodes, per_node, -1)
+        sums = [sum(of_node, torch.zeros(())) for of_node in of_nodes]
+        in_fp16 = (sum((one.half().float() for one in sums), torch.zeros(())) / t.world_size).half()
+        for wire in ("none", "fp16", ("none", "fp16"), ("int8", "fp16")):
+            whole, shards = _means(t, terms[rank], wire, numel)
+            tolerance = limit * (2**-7 if wire == ("int8", "fp16") else 2**-10)
+            for got, part in ((whole, slice(None)), *((shard, own) for shard in shards)):
+                assert (got.double() - exact[part]).abs().max() < tolerance, (wire, limit)
+                if limit == 100.0 and wire != ("int8", "fp16"):
+                    assert torch.equal(got, in_fp16[part]), wire
+
+
+@pytest.mark.parametrize(("world_size", "per_node"), [(4, 2), (6, 3)])
+def test_a_mean_in_fp16_is_finite_if_its_terms_are(world_size: int, per_node: int) -> None:
+    run_ranks(world_size, _check_means_in_fp16, per_node)
+
+
 def _check_large_messages(rank: int) -> None:
     """Rows may lie apart on some ranks and not on others."""
     numel = 2**16 + 3

@@ -71,6 +71,10 @@ class Encoder:
             rank = self.route.node_rank * self.route.ranks_per_node + self.route.local_rank
         return Draw(key.seed, key.tensor, key.step, self.first_hop + hop, rank, self.first)
 
+    def divisor_inside(self, dtype: torch.dtype, divisor: float) -> int:
+        """See :meth:`zcomm._transport.route.Route.divisor_inside`."""
+        return self.route.divisor_inside(dtype, divisor, has_residual=self.residual is not None)
+
     def buffer(self, hop: int, num_rows: int, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A buffer for values [num_rows, numel] of ``hop``; with random numbers, at the stride of full rows."""
         stride = numel if self.draw(hop) is None else self.shard_numel
@@ -97,11 +101,22 @@ class Encoder:
             residual.keep(values, out, layout, self.first)
 
     def encode_sum(
-        self, hop: int, received: Tensor, summed: MessageLayout, out: Tensor, layout: MessageLayout, *, expected: Tensor
+        self,
+        hop: int,
+        received: Tensor,
+        summed: MessageLayout,
+        out: Tensor,
+        layout: MessageLayout,
+        *,
+        divisor: int = 1,
+        expected: Tensor,
     ) -> None:
-        """Sum ``received`` and encode segment s of the sum as message s of ``out``; ``hop`` is the route's last."""
+        """Sum ``received`` and encode segment s of the sum / ``divisor`` as message s of ``out``.
+
+        ``hop`` is the route's last.
+        """
         draw, numel = self.draw(hop), layout.segment_numel
-        if draw is None or numel == self.shard_numel:
+        if divisor == 1 and (draw is None or numel == self.shard_numel):
             if self.residual is None:
                 kernels.decode_sum_requantize(received, summed, out, layout, draw, expected=expected)
                 return
@@ -110,5 +125,5 @@ class Encoder:
                 kernels.decode_sum_requantize(received, summed, out, layout, draw, residual=blocks, expected=expected)
                 return
         values = self.buffer(hop, summed.num_segments, numel, torch.float32, received.device)
-        kernels.decode_sum(received, summed, values, values.stride(0), 1)
+        kernels.decode_sum(received, summed, values, values.stride(0), divisor)
         self.encode(hop, values, out, layout, expected=expected)

@@ -51,8 +51,8 @@ def is_native(encoder: Encoder, *tensors: Tensor) -> bool:
     """Whether the pipeline in C++ runs this call. If not, Python runs it over the same route.
 
     The pipeline does not support options of formats, float64, residuals, checksums, and a Topology with ``kernels=``
-    other than "auto" and "cuda". The answer depends only on what is the same on all ranks: with different answers they
-    would make different exchanges, and deadlock.
+    other than "auto" and "cuda"; nor a mean that is divided before hop 2, which its caller sees. The answer depends
+    only on what is the same on all ranks: with different answers they would make different exchanges, and deadlock.
 
     Raises:
         BackendUnavailableError: The tensors are not on a GPU.

@@ -70,7 +70,8 @@ def reduce_scatter_single(
         input: floating point, [world_size * n, ...] contiguous, or [world_size, n] with contiguous rows. Not written;
             do not change it before an asynchronous call has been waited for. Or lists of outputs and inputs, as for
             :func:`zcomm.all_gather_single`.
-        op: "sum" or "avg", or ``ReduceOp.SUM`` / ``AVG``. A mean is one division, after the last hop.
+        op: "sum" or "avg", or ``ReduceOp.SUM`` / ``AVG``. A mean is one division, after the last hop; if that sends
+            fp16, a power of two is divided by before it, so a mean of finite numbers is finite.
         group: a ProcessGroup (default: all ranks) or a DeviceMesh of one dimension for one hop, or a
             :class:`zcomm.Topology` for two.
         input_split_sizes: rows of ``input`` [rows, ...] for each rank, as for :func:`zcomm.all_gather_single`.
@@ -141,7 +142,7 @@ def reduce_steps(output: Tensor, rows: Tensor, numbering: Numbering, divisor: in
     if not output.numel():
         return nothing()
     route = encoder.route
-    if is_native(encoder, output, rows):
+    if is_native(encoder, output, rows) and encoder.divisor_inside(rows.dtype, divisor) == 1:
         return reduce_over_nccl(output, rows, numbering, divisor, encoder)
     if len(route.hops) == 1:
         return _one_hop(output, rows, divisor, encoder)
@@ -172,7 +173,7 @@ def _two_hops(output: Tensor, rows: Tensor, numbering: Numbering, divisor: int, 
     """``output`` and ``rows`` [world_size, n] may be a chunk of a larger shard."""
     route = encoder.route
     (intra, wire), (inter, wire_between) = route.hops
-    numel, device = output.numel(), output.device
+    numel, device, inside = output.numel(), output.device, encoder.divisor_inside(rows.dtype, divisor)
     layout = route.layout(wire, rows.dtype, route.num_nodes, numel)
     received = layout.new(intra.size, device)
     sending = rows
@@ -184,6 +185,6 @@ def _two_hops(output: Tensor, rows: Tensor, numbering: Numbering, divisor: int, 
     between = route.layout(wire_between, rows.dtype, 1, numel)
     partial = between.new(inter.size, device)
     last = between.new(inter.size, device)
-    encoder.encode_sum(1, received, layout, partial, between, expected=last)
+    encoder.encode_sum(1, received, layout, partial, between, divisor=inside, expected=last)
     yield backend.all_to_all(last, partial, inter, between.info)
-    kernels.decode_sum(last, between, output, 0, divisor)
+    kernels.decode_sum(last, between, output, 0, divisor / inside)

@@ -357,18 +357,19 @@ def _reduce_rows(
 ) -> Steps:
     """``source``: where ``rows`` lie side by side, if they do."""
     hops, last = shards.route.hops, len(shards.route.hops) - 1
+    inside = shards.route.divisor_inside(shards.dtype, divisor)
     pack = [[row] for row in shards.packs[shards.own_pack]]
     groups = shards.packs if last else pack
     sent = _encoded_rows(rows, groups, shards) if source is None else encoded_groups(source, groups, shards)
     if last:
-        sent = yield from _sums_inside(sent, shards)
+        sent = yield from _sums_inside(sent, inside, shards)
     layout, size = shards.layout(last, output.numel()), hops[last][0].size
     received = output.new_empty((size, 0), dtype=torch.uint8)
     if output.numel():
         received = layout.new_to_receive(size, output.device)
     yield shards.scatter(last, received.unbind(0), sent, pack)
     if output.numel():
-        kernels.decode_sum(received, layout, output, 0, divisor)
+        kernels.decode_sum(received, layout, output, 0, divisor / inside)
 
 
 def encoded_groups(source: Tensor, groups: Sequence[Rows], shards: UnevenShards) -> list[Tensor]:
@@ -391,8 +392,10 @@ def _encoded_rows(rows: Sequence[Tensor], groups: Sequence[Rows], shards: Uneven
     return shards.split(0, flat, groups)
 
 
-def _sums_inside(sent: list[Tensor], shards: UnevenShards) -> Generator[Pending | None, None, list[Tensor]]:
-    """Exchange packs inside the node. Returns the messages of the sums of this rank's pack, for hop 2."""
+def _sums_inside(
+    sent: list[Tensor], divisor: int, shards: UnevenShards
+) -> Generator[Pending | None, None, list[Tensor]]:
+    """Exchange packs inside the node. Returns the messages of this rank's pack's sums / ``divisor``, for hop 2."""
     pack, device = shards.packs[shards.own_pack], sent[0].device
     singles = [[row] for row in pack]
     shape = shards.route.ranks_per_node, shards.nbytes(0, pack)
@@ -401,22 +404,25 @@ def _sums_inside(sent: list[Tensor], shards: UnevenShards) -> Generator[Pending 
     flat = torch.empty(shards.nbytes(1, pack), dtype=torch.uint8, device=device)
     messages = shards.split(1, flat, singles)
     if shards.numel(pack):
-        _encode_sums(received, flat, pack, shards)
+        _encode_sums(received, flat, pack, divisor, shards)
     return messages
 
 
-def _encode_sums(received: Tensor, flat: Tensor, pack: Rows, shards: UnevenShards) -> None:
-    """Encode the sums of the packs ``received`` uint8 [ranks_per_node, nbytes] side by side in ``flat`` uint8 [n]."""
+def _encode_sums(received: Tensor, flat: Tensor, pack: Rows, divisor: int, shards: UnevenShards) -> None:
+    """Encode the sums of the packs ``received`` uint8 [ranks_per_node, nbytes] / ``divisor``, side by side.
+
+    They go into ``flat`` uint8 [n].
+    """
     numels, singles = [shards.numels[row] for row in pack], [[row] for row in pack]
     total, first = sum(numels), 0
     are_casts = [shards.codec(hop).dtype is not None for hop in (0, 1)]
-    if all(are_casts):  # plain arrays
+    if all(are_casts) and divisor == 1:  # plain arrays
         kernels.decode_sum_requantize(received, shards.layout(0, total), flat.view(1, -1), shards.layout(1, total))
         return
     sums = None
     if are_casts[0]:
         values = torch.empty(total, dtype=torch.float32, device=flat.device)
-        kernels.decode_sum(received, shards.layout(0, total), values, 0, 1)
+        kernels.decode_sum(received, shards.layout(0, total), values, 0, divisor)
         sums = torch.split(values, numels)
     parts = torch.split(received, [shards.nbytes(0, row) for row in singles], dim=1)
     for i, message in enumerate(shards.split(1, flat, singles)):
@@ -424,6 +430,11 @@ def _encode_sums(received: Tensor, flat: Tensor, pack: Rows, shards: UnevenShard
         if sums is not None:
             shards.encode(1, sums[i], message, draw)
         elif numels[i]:
-            layouts = [shards.layout(hop, numels[i]) for hop in (0, 1)]
-            kernels.decode_sum_requantize(parts[i].contiguous(), layouts[0], message.view(1, -1), layouts[1], draw)
+            messages, layouts = parts[i].contiguous(), [shards.layout(hop, numels[i]) for hop in (0, 1)]
+            if divisor == 1:
+                kernels.decode_sum_requantize(messages, layouts[0], message.view(1, -1), layouts[1], draw)
+            else:
+                values = torch.empty(numels[i], dtype=torch.float32, device=flat.device)
+                kernels.decode_sum(messages, layouts[0], values, 0, divisor)
+                shards.encode(1, values, message, draw)
         first += numels[i]

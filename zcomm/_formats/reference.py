@@ -18,7 +18,8 @@
         RN(RN(max - zero) / qmax) rounded up to bf16, 0 if RN(max - zero) < 2^-100; y = RN(RN(x - zero) *
         RN(1 / scale)); code = y rounded, clamped to [0, qmax]; value = RN(zero + code * scale), whose product is exact.
     N8  A sum is d0 + d1 + ... in message order, in float32, each term clamped to the finite range of float32. A mean
-        is one division at the end. Sums are not clamped: an overflow of a sum stays visible.
+        is one division at the end (see Route.divisor_inside for fp16). Sums are not clamped: an overflow of a sum
+        stays visible.
     N10 Residual r (float32, decoded from int8 blocks of 256 by N1-N4): u = RN(x + RN(beta * r)), the message is Q(u),
         and the new residual is Q8(RN(u - decoded(message))), rounded to nearest. beta is a float32. Blocks start at
         multiples of 256 of a row; a block with a value that is not finite keeps its old scale and codes.

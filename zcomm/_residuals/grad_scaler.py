@@ -13,6 +13,7 @@ import gc
 import weakref
 from collections.abc import Callable, Hashable
 from typing import Any, Literal, Protocol, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -57,6 +58,8 @@ class UserLossScale:
         self._reset_residuals, self._num_rounds = reset_residuals, 0
         self._exchanged: set[Hashable] = set()
         """What has been exchanged in this round."""
+        self._windows: WeakKeyDictionary[Residual, object] = WeakKeyDictionary()
+        """What :func:`_window_of` was at the last exchange of each residual."""
 
     def current_scale(self, of: Hashable) -> float | Tensor:
         """The scale of the next exchange; on a GPU a tensor of one element, so that the host does not wait.
@@ -74,6 +77,18 @@ class UserLossScale:
         if self._is_found and scaler is None:
             scaler = self._find_scaler(of)
         return _scale_of(scaler)
+
+    def begin_exchange(self, residual: Residual, of: Hashable) -> None:
+        """Prepare ``residual`` for its next exchange, that of ``of``; see :meth:`current_scale`.
+
+        Exchanges of one window of a GradScaler, from ``update()`` to ``update()``, are committed together, because they
+        are skipped together: each adds what the one before has lost, and the next window starts without all of them.
+        """
+        scale, window = self.current_scale(of), _window_of(self._scaler())
+        if window is None or window is not self._windows.get(residual):
+            self.commit(residual)
+        self._windows[residual] = window
+        residual.set_loss_scale(scale)
 
     def commit(self, residual: Residual) -> None:
         """Commit what the last exchanges of ``residual`` have lost, unless the GradScaler has skipped their step.
@@ -112,6 +127,12 @@ class UserLossScale:
         if self._num_rounds > 1:
             self._reset_residuals()
         return cast("Scaler", found[0])
+
+
+def _window_of(scaler: Scaler | None) -> object:
+    """An object that ``update()`` of a GradScaler replaces by another one; None if there is no such scaler."""
+    is_scaling = isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled()
+    return getattr(scaler, "_per_optimizer_states", None) if is_scaling else None
 
 
 def _scale_of(scaler: Scaler | None) -> float | Tensor:

@@ -58,13 +58,13 @@ class _RelayoutRows:
             target.num_commits = num_commits
 
 
-def relayout_residuals(old: Sequence[Residual], new: Sequence[Residual], *, subset: bool = False) -> None:
+def relayout_residuals(old: Sequence[Residual], new: Sequence[Residual], *, of_both: bool = False) -> None:
     """Move the values of residuals ``old`` into residuals ``new`` of the same parameters in other buffers.
 
     Args:
         old: One for each buffer, in the same order on every rank. Unchanged.
         new: Over the same nodes and ranks; overwritten.
-        subset: ``new`` may hold only some of the parameters, each of them completely.
+        of_both: move only the parameters that both have, each of them completely; others of ``new`` start at zero.
 
     Raises:
         LayoutError: Not the same parameters, nodes or ranks. Raised before any communication.
@@ -76,7 +76,7 @@ def relayout_residuals(old: Sequence[Residual], new: Sequence[Residual], *, subs
     """
     for residual in old:
         residual.check_committed("relayout_residuals()")
-    _check_same_parameters([r.layout for r in old], [r.layout for r in new], subset=subset)
+    _check_same_parameters([r.layout for r in old], [r.layout for r in new], of_both=of_both)
     ranks = {(r.layout.num_nodes, r.layout.ranks_per_node) for r in (*old, *new)}
     if len(ranks) > 1:
         raise LayoutError(
@@ -120,9 +120,9 @@ def load_residuals(states: Iterable[Mapping[str, Any]], new: Sequence[Residual])
     staging.store(num_commits)
 
 
-def _check_same_parameters(old: Sequence[BufferLayout], new: Sequence[BufferLayout], *, subset: bool = False) -> None:
+def _check_same_parameters(old: Sequence[BufferLayout], new: Sequence[BufferLayout], *, of_both: bool = False) -> None:
     before, after = _lengths(old), _lengths(new)
-    for key in after if subset else (*before, *after):
+    for key in [key for key in before if key in after] if of_both else (*before, *after):
         if before.get(key) != after.get(key):
             raise LayoutError(
                 f"old and new layouts must hold the same elements of the same parameters: {key!r} has "

@@ -316,12 +316,14 @@ class NodeSums:
         sending, received = layout.new(hop.size, device), layout.new(hop.size, device)
         route: Route = replace(self._route, hops=((hop, self._inter_format),))
         encoder = Encoder(route, self.shard_numel, None, self.residual, first_hop=1, first=first)
+        has_residual = self.residual is not None
+        inside = self._route.divisor_inside(torch.float32, topology.world_size, has_residual=has_residual)
         if isinstance(values, Tensor):
-            encoder.encode(0, values, sending, layout, expected=received)
+            encoder.encode(0, values if inside == 1 else values.div_(inside), sending, layout, expected=received)
         else:
-            encoder.encode_sum(0, *values, sending, layout, expected=received)
+            encoder.encode_sum(0, *values, sending, layout, divisor=inside, expected=received)
         yield backend.all_to_all(received, sending, hop, layout.info)
-        kernels.decode_sum(received, layout, output, 0, topology.world_size)
+        kernels.decode_sum(received, layout, output, 0, topology.world_size / inside)
 
 
 def _check_coded(relative_error: float, between: Format, shard_sizes: Sequence[int] | None) -> None:

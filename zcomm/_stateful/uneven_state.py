@@ -202,13 +202,14 @@ class UnevenSums:
             return
         flat = torch.empty(shards.nbytes(1, self._pack), dtype=torch.uint8, device=values.device)
         messages = shards.split(1, flat, self._singles)
-        self._encode(values, messages, residual)
+        inside = self._route.divisor_inside(shards.dtype, world_size, has_residual=residual is not None)
+        self._encode(values if inside == 1 else values.div_(inside), messages, residual)
         layout, received = shards.layout(1, output.numel()), output.new_empty((hop.size, 0), dtype=torch.uint8)
         if output.numel():
             received = layout.new_to_receive(hop.size, output.device)
         yield shards.scatter(1, received.unbind(0), messages, self._singles)
         if output.numel():
-            kernels.decode_sum(received, layout, output, 0, world_size)
+            kernels.decode_sum(received, layout, output, 0, world_size / inside)
 
     def _encode(self, values: Tensor, messages: Sequence[Tensor], residual: Residual | None) -> None:
         starts = residual.row_starts if residual is not None else list(accumulate(self._numels, initial=0))

@@ -74,6 +74,19 @@ class Route:
         if self.backend == "nccl":
             check_device(self.operation, device)
 
+    def divisor_inside(self, dtype: torch.dtype, divisor: float, *, has_residual: bool = False) -> int:
+        """What sums inside a node are divided by before hop 2, for a mean (``divisor`` above 1) of ``dtype``.
+
+        fp16 ends at 65,504: a node's sum may lie beyond, though the mean does not. A power of two, so other bits stay
+        as they are. 1 for other formats, for a sum, which overflows as in one hop, and with a residual, which is in the
+        units of the sum.
+        """
+        if divisor == 1 or has_residual or len(self.hops) == 1:
+            return 1
+        if codec_for(self.hops[-1][1], dtype).dtype != torch.float16:
+            return 1
+        return int(1 << (self.ranks_per_node - 1).bit_length())
+
     def min_chunk_numel(self, device: torch.device) -> int:
         """The smallest worthwhile chunk of a shard on ``device``, in elements."""
         return min_chunk_numel(device.type, self.world_size, () if self.queue is None else self.queue.links)

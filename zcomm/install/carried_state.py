@@ -60,7 +60,7 @@ class CarriedState:
         if len(saved) == 1 and saved[0]["layout"] == residual.state_dict()["layout"]:
             residual.load_state_dict(saved[0])
         elif saved:
-            relayout_residuals([_restored(state, group, device) for state in saved], [residual], subset=True)
+            relayout_residuals([_restored(state, group, device) for state in saved], [residual], of_both=True)
         self._saved = [others for state in self._saved if (others := _without(keys, state))["layout"]["spans"]]
         self.residuals.append(residual)
         return residual

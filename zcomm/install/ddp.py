@@ -340,7 +340,8 @@ class _Compressed:
         gathered = volume.all_gather_sent(shard_numel, buffer.dtype, *shape, (wires.reduced, wires.reduced))
         sent = volume.Sent(reduced.intra + gathered.intra, reduced.inter + gathered.inter)
         tally = self._record.new_tally(piece.choices, _formats_text(wires), sent, plain)
-        if carried.recipe.residual and wires.gradients[1].block:
+        _, last_wire = find_route(OPERATION, topology, wires.gradients, first="intra").hops[-1]
+        if carried.recipe.residual and last_wire.block:
             spans, device = piece.spans(), buffer.device
             residual = carried.residual_for(topology, spans, piece.numel, numbering="local", device=device)
         return PieceExchange(piece, tally, residual)

@@ -14,11 +14,10 @@ use the current stream. An exchange on another stream would race with FSDP2's co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from functools import cache
-from typing import Any, ParamSpec, cast
-from weakref import WeakMethod
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,7 +30,9 @@ from zcomm._collectives.reduce_scatter import reduce_scatter_single
 from zcomm._formats.formats import Format
 from zcomm._residuals.residual import Residual
 from zcomm._transport.backend_choice import BackendName, BackendWish
+from zcomm._transport.route import find_route
 from zcomm._transport.topology import Topology, hop_of_group
+from zcomm.errors import StateError
 from zcomm.install.choices import UNCOMPRESSED, FormatChoice
 from zcomm.install.fsdp2_units import FSDPUnit
 from zcomm.install.pieces import FormatPiece, PieceExchange, split_by_format
@@ -41,22 +42,28 @@ Comm = Topology | dist.ProcessGroup
 """What carries an exchange: a Topology, over two hops, or a process group, over one."""
 
 
-Plan = ParamSpec("Plan")
+class _Reductions:
+    """The plans of one unit's reductions, made by ``plan``, by what they depend on: the parameters that train first."""
 
+    def __init__(self, record: InstallationRecord) -> None:
+        self._record = record
+        self._plans: dict[tuple[tuple[int, ...], Hashable], list[PieceExchange]] = {}
 
-def _kept(plan: Callable[Plan, list[PieceExchange]]) -> Callable[Plan, list[PieceExchange]]:
-    """``plan``, a method, called once for equal arguments. Its object holds the plans, residuals among them.
+    def get(
+        self, trained: tuple[int, ...], other: Hashable, plan: Callable[[], list[PieceExchange]]
+    ) -> list[PieceExchange]:
+        """The exchanges of the parameters ``trained``, of one kind; ``plan`` makes them in the first step."""
+        if (trained, other) not in self._plans:
+            self._retire(trained)
+            self._plans[trained, other] = plan()
+        return self._plans[trained, other]
 
-    Not itself through them: a cycle would keep residuals until Python's collector runs, which nothing makes run.
-    """
-    method = WeakMethod(plan)
-
-    def made(*args: Plan.args, **kwargs: Plan.kwargs) -> list[PieceExchange]:
-        found = method()
-        assert found is not None, "called by an object that is gone"
-        return found(*args, **kwargs)
-
-    return cast("Callable[Plan, list[PieceExchange]]", cache(made))
+    def _retire(self, trained: tuple[int, ...]) -> None:
+        """Drop the plans of other sets with any of ``trained``; save their residuals, which the new plan takes over."""
+        for key in [key for key in self._plans if key[0] != trained and set(key[0]) & set(trained)]:
+            for one in self._plans.pop(key):
+                if one.residual is not None:
+                    self._record.carried.retire(one.residual, self._record.scaling)
 
 
 @dataclass(eq=False)
@@ -72,8 +79,21 @@ class UnitPlanner:
     backend: BackendWish
 
     def __post_init__(self) -> None:
-        self._trainable = [i for i, trainable in enumerate(self.unit.is_trainable) if trainable]
-        self.gather_over, self.reduce_over = _kept(self._plan_gather), _kept(self._plan_reduce)
+        self._gathers: dict[tuple[dist.ProcessGroup, torch.dtype], list[PieceExchange]] = {}
+        self._reductions = _Reductions(self.record)
+
+    def gather_over(self, group: dist.ProcessGroup, dtype: torch.dtype) -> list[PieceExchange]:
+        """The pieces of an all-gather over ``group``."""
+        key = group, dtype
+        if key not in self._gathers:
+            self._gathers[key] = self._plan_gather(group, dtype)
+        return self._gathers[key]
+
+    def reduce_over(self, group: dist.ProcessGroup, numel: int, dtype: torch.dtype) -> list[PieceExchange]:
+        """The pieces of a reduce-scatter over ``group``, to ``numel`` columns."""
+        trained = self.unit.trained
+        plan = partial(self._plan_reduce, group, numel, dtype, trained)
+        return self._reductions.get(trained, (group, numel, dtype), plan)
 
     def comm_over(self, group: dist.ProcessGroup) -> Comm:
         """Return the Topology, over two hops, if ``group`` has all ranks of this unit; else ``group``, over one hop."""
@@ -88,7 +108,6 @@ class UnitPlanner:
         return tuple(dist.get_process_group_ranks(group)) == self.unit.ranks
 
     def _plan_gather(self, group: dist.ProcessGroup, dtype: torch.dtype) -> list[PieceExchange]:
-        """Plan the pieces of an all-gather over ``group``."""
         choices = self.choices
         if not self.is_shard_group(group):
             # These values are decoded already. A second rounding would give backward other weights than forward.
@@ -98,15 +117,16 @@ class UnitPlanner:
         pieces = split_by_format(choices, columns, lambda choice: choice.wires.weights)
         return [PieceExchange(p, self._tally("weights", p, p.choices[0].wires.weights, comm, dtype)) for p in pieces]
 
-    def _plan_reduce(self, group: dist.ProcessGroup, numel: int, dtype: torch.dtype) -> list[PieceExchange]:
-        """Plan the pieces of a reduce-scatter over ``group`` to ``numel`` columns."""
+    def _plan_reduce(
+        self, group: dist.ProcessGroup, numel: int, dtype: torch.dtype, trained: tuple[int, ...]
+    ) -> list[PieceExchange]:
         comm, exchanges = self.comm_over(group), []
-        for piece in self.gradient_pieces(group, numel, lambda choice: choice.wires.gradients):
+        for piece in self.gradient_pieces(group, numel, trained, lambda choice: choice.wires.gradients):
             wire = self.formats_for(piece.choices[0].wires.gradients, comm)
             tally = self._tally("gradients", piece, wire, comm, dtype)
             # Only the errors of the last hop are worth a residual, if it quantizes.
-            is_lossy = (wire[1] if isinstance(wire, tuple) else wire).block
-            residual = self.residual(ZcommReduceScatter, piece, comm, group.size()) if is_lossy else None
+            _, last_wire = find_route("reduce_scatter", comm, wire, first="intra").hops[-1]
+            residual = self.residual(ZcommReduceScatter, piece, comm, group.size()) if last_wire.block else None
             exchanges.append(PieceExchange(piece, tally, residual))
         return exchanges
 
@@ -121,15 +141,19 @@ class UnitPlanner:
         return self.record.carried.residual_for(comm, spans, numel, device=self.unit.group.device)
 
     def gradient_pieces(
-        self, group: dist.ProcessGroup, numel: int, formats_of: Callable[[FormatChoice], object]
+        self,
+        group: dist.ProcessGroup,
+        numel: int,
+        trained: tuple[int, ...],
+        formats_of: Callable[[FormatChoice], Hashable],
     ) -> tuple[FormatPiece, ...]:
         """Split gradients of ``numel`` columns. If some parameters have none in this step, FSDP2 does not say which."""
-        columns = self._columns(self._trainable, group)
+        columns, choices = self._columns(trained, group), [self.choices[i] for i in trained]
         if numel == sum(columns):
-            return split_by_format([self.choices[i] for i in self._trainable], columns, formats_of)
-        formats = {formats_of(choice) for choice in self.choices}
+            return split_by_format(choices, columns, formats_of)
+        formats = {formats_of(choice) for choice in choices}
         if len(formats) == 1:
-            return (self._part(self.choices[0]._replace(name=self._label, numel=numel)),)
+            return (self._part(choices[0]._replace(name=self._label, numel=numel)),)
         self.record.note(f"{self.unit.label}: some parameters had no gradient; the others' were sent uncompressed")
         return (self._part(FormatChoice(self._label, numel, UNCOMPRESSED, "unknown subset of the parameters")),)
 
@@ -228,11 +252,21 @@ class ReplicaAllReduce:
     def __init__(self, planner: UnitPlanner, group: dist.ProcessGroup) -> None:
         self._planner, self._group = planner, group
         self._partial: Tensor | None = None
-        self._exchanges = _kept(self._plan)
+        self._summed: tuple[int, ...] = ()
+        """The parameters whose sums ``_partial`` has."""
+        self._reductions = _Reductions(planner.record)
 
     def __call__(self, reduce_output: Tensor) -> None:
         """Replace ``reduce_output`` by its mean over the replicas."""
+        trained = self._planner.unit.trained
+        if self._partial is not None and (self._summed, self._partial.numel()) != (trained, reduce_output.numel()):
+            raise StateError(
+                f"{self._planner.unit.label}: other parameters have gradients than in earlier batches of this "
+                "accumulation, which are not reduced yet: change which train after a backward with "
+                "set_requires_all_reduce(True)"
+            )
         if not self._planner.unit.group.all_reduce_grads:
+            self._summed = trained
             self._partial = reduce_output.clone() if self._partial is None else self._partial.add_(reduce_output)
             reduce_output.zero_()  # FSDP2 adds it to the sharded gradients: they get the whole sum at the boundary
             return
@@ -240,7 +274,8 @@ class ReplicaAllReduce:
             reduce_output += self._partial
             self._partial = None
         columns = reduce_output.view(1, -1)
-        for one in self._exchanges(reduce_output.numel(), reduce_output.dtype):
+        kind = reduce_output.numel(), reduce_output.dtype
+        for one in self._reductions.get(trained, kind, partial(self._plan, *kind, trained)):
             piece, (between, reduced) = one.piece, _formats_between(one.piece.choices[0])
             values, record = piece.take(columns), self._planner.record
             key, residual = record.carried.next_random_key(between, reduced), one.start(record.scaling)
@@ -251,9 +286,9 @@ class ReplicaAllReduce:
             piece.put(values, columns)
             one.tally.calls += 1
 
-    def _plan(self, numel: int, dtype: torch.dtype) -> list[PieceExchange]:
+    def _plan(self, numel: int, dtype: torch.dtype, trained: tuple[int, ...]) -> list[PieceExchange]:
         group, exchanges = self._planner.unit.process_group, []
-        for piece in self._planner.gradient_pieces(group, numel, _formats_between):
+        for piece in self._planner.gradient_pieces(group, numel, trained, _formats_between):
             loses = piece.choices[0].wires.gradients[1].block
             residual = self._planner.residual(ReplicaAllReduce, piece, self._group, 1) if loses else None
             exchanges.append(PieceExchange(piece, self._tally(piece, dtype), residual))

@@ -33,7 +33,6 @@ class FSDPUnit:
     """torch's FSDPParamGroup."""
     parameters: tuple[NamedParameter, ...]
     padded_numels: tuple[int, ...]
-    is_trainable: tuple[bool, ...]
     gather_dtypes: frozenset[torch.dtype]
 
     @property
@@ -46,6 +45,11 @@ class FSDPUnit:
     def ranks(self) -> tuple[int, ...]:
         """The global ranks that the parameters are sharded over."""
         return tuple(dist.get_process_group_ranks(self.process_group))
+
+    @property
+    def trained(self) -> tuple[int, ...]:
+        """The parameters that train now, by index: a script may freeze some and train others at any time."""
+        return tuple(i for i, p in enumerate(self.group.fsdp_params) if p.sharded_param.requires_grad)
 
     @property
     def label(self) -> str:
@@ -128,9 +132,8 @@ def _unit(module: nn.Module, group: Any, names: dict[int, str]) -> FSDPUnit:
             raise LayoutError(f"{label}: parameter {known.names[0]!r} must be real floating point: dtype={dtype}")
     shard_size = mesh_info.shard_process_group.size()
     padded_numels = tuple(p.padded_sharded_param_size.numel() * shard_size for p in group.fsdp_params)
-    is_trainable = tuple(p.sharded_param.requires_grad for p in group.fsdp_params)
     gather_dtypes = frozenset(p.mp_policy.param_dtype or p.sharded_param.dtype for p in group.fsdp_params)
-    return FSDPUnit(name, module, group, tuple(named), padded_numels, is_trainable, gather_dtypes)
+    return FSDPUnit(name, module, group, tuple(named), padded_numels, gather_dtypes)
 
 
 def _names_of(parameter: Any, names: dict[int, str]) -> Iterator[str]:

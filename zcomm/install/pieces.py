@@ -81,16 +81,14 @@ class PieceExchange:
         return self.piece.choices[0].wires
 
     def start(self, scaling: UserLossScale) -> Residual | None:
-        """Return the residual for the next exchange, after committing what the previous one has lost.
+        """Return the residual for the next exchange, after committing what the previous step has lost.
 
         The commit waits here, and not behind the previous exchange, because only now it is known whether the gradient
         scaler has skipped that step.
         """
         if self.residual is None:
             return None
-        scale = scaling.current_scale(id(self))
-        scaling.commit(self.residual)
-        self.residual.set_loss_scale(scale)
+        scaling.begin_exchange(self.residual, id(self))
         return self.residual
 
     def measure(self, exact: Tensor, compressed: Tensor) -> None:
