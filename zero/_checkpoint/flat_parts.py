@@ -75,6 +75,14 @@ def kind_of_key(key: str) -> StateKind:
     return StateKind(kind, tuple(int(size) for size in shape.split(",") if size), int(part) if part else None)
 
 
+def parameter_of_state(key: str) -> str | None:
+    """The parameter whose optimizer state ``key`` names; None if it names something else."""
+    kind, name = kind_of_key(key).kind, key.split("/", 2)[-1]
+    if kind == NESTED:
+        name = name.rpartition("/")[0]
+    return name if kind in ("state", NESTED) or kind in SCALARS else None
+
+
 class LocalPart(NamedTuple):
     """Elements ``[first, first + len(values))`` of a parameter of ``numel`` elements, which this rank stores."""
 

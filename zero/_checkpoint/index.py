@@ -74,6 +74,8 @@ class Index:
     """All values that are not tensors, as JSON."""
     digest: str = ""
     """A hash of metadata.json. That holds checksums of all other files, so two checkpoints differ in it."""
+    own_names: Mapping[str, str] = field(default_factory=dict)
+    """The model's names of parameters that were saved under others: see :mod:`zero._checkpoint.own_names`."""
 
     def as_dcp(self) -> Metadata:
         """The same as DCP's Metadata, for its planner."""

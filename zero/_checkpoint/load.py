@@ -22,6 +22,7 @@ from zero._checkpoint.durability import check_tag, read_latest
 from zero._checkpoint.index import Index, read_index
 from zero._checkpoint.model_parallel_parts import part_of, saving_ranks
 from zero._checkpoint.other_files import check_nothing_else
+from zero._checkpoint.own_names import under_own_names
 from zero._checkpoint.plain_weights import find_weights, index_of_weights
 from zero._checkpoint.request import LoadSelection, Request, make_request
 from zero._checkpoint.restore import restore
@@ -121,7 +122,8 @@ def _find(
         if tag is None:
             return None
         model_parallel = optimizer.parts.model_parallel
-        return part_of(read_index(folder), model_parallel.rank, model_parallel.world_size)
+        index = part_of(read_index(folder), model_parallel.rank, model_parallel.world_size)
+        return under_own_names(index, optimizer.parts.runtime)
 
     index = agreed(find, ranks, trouble)
     digest = "" if index is None else index.digest

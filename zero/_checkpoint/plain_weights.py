@@ -25,6 +25,7 @@ from zcomm import LayoutError
 from zero._checkpoint.durability import make_folder, remove_file, replace_file, sync_folder
 from zero._checkpoint.flat_parts import named_buffers
 from zero._checkpoint.index import CHUNK_NUMEL, Index, StoredChunk, StoredTensor
+from zero._checkpoint.own_names import names_of_parameters
 from zero._runtime.optimizer_parts import OptimizerParts
 from zero._storage.pretrained_reader import names_in
 from zero._storage.safetensors_file import CODES, TensorEntry, as_bytes, make_header, read_header
@@ -255,14 +256,9 @@ def _sampled(files: list[Path]) -> str:
 
 
 def _names(internals: OptimizerParts) -> Iterator[tuple[str, str, list[str]]]:
-    model = internals.runtime.model
-    names: dict[int, list[str]] = {}
-    for name, param in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(param), []).append(name)
-    for bucket in internals.runtime.buckets:
-        for param, slot in zip(bucket.params, bucket.layout.slots, strict=True):
-            yield "weight", slot.name, [slot.name, *names[id(param)]]
-    for name in named_buffers(model):
+    for name, names in names_of_parameters(internals.runtime).items():
+        yield "weight", name, names
+    for name in named_buffers(internals.runtime.model):
         yield "buffer", name, [name]
 
 

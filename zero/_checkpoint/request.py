@@ -12,17 +12,17 @@ from torch import Tensor
 
 from zero._checkpoint.dcp import FlatPart
 from zero._checkpoint.flat_parts import (
-    NESTED,
-    SCALARS,
     LocalPart,
     kind_of_key,
     local_masters,
     local_weights,
     named_buffers,
+    parameter_of_state,
     residual_layout,
 )
 from zero._checkpoint.index import Index
 from zero._checkpoint.json_tree import decode
+from zero._checkpoint.own_names import own_key
 from zero._checkpoint.snapshot import names_of_groups
 from zero._optim.host_adam import is_same_rule
 from zero._optim.several import name_of
@@ -68,7 +68,8 @@ class Request:
         self.add(key, stored.numel, 0, stored.dtype)
 
     def values(self, key: str) -> Tensor:
-        """The values that were read for ``key``."""
+        """The values that were read for ``key``, which a document of the checkpoint may name."""
+        key = own_key(key, self.index.own_names)
         if key not in self.parts:
             raise CheckpointError(f"{self.index.folder} is damaged: tensor {key!r} is referred to and missing")
         return self.parts[key].values
@@ -278,9 +279,6 @@ def keys_by_parameter(keys: Iterable[str]) -> dict[str, list[str]]:
     """The keys of optimizer states, by the parameter they belong to."""
     keys_of: dict[str, list[str]] = {}
     for key in keys:
-        kind, name = kind_of_key(key).kind, key.split("/", 2)[-1]
-        if kind == NESTED:
-            name = name.rpartition("/")[0]
-        if kind in ("state", NESTED) or kind in SCALARS:
+        if (name := parameter_of_state(key)) is not None:
             keys_of.setdefault(name, []).append(key)
     return keys_of

@@ -71,8 +71,11 @@ def _filled(
 
 
 def _states(request: Request, ranks: list[int]) -> Iterator[dict[str, Any]]:
+    own = request.index.own_names
     for rank in ranks:
-        yield from request.document(f"rank/{rank}/residual")
+        for state in request.document(f"rank/{rank}/residual"):
+            spans = tuple((own.get(span[0], span[0]), *span[1:]) for span in state["layout"]["spans"])
+            yield {**state, "layout": {**state["layout"], "spans": spans}}
 
 
 class _Receiver(NamedTuple):
