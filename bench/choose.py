@@ -20,6 +20,7 @@ from matplotlib.figure import Figure
 from plot_style import label_curves, style_of
 
 from zero.plan import CLUSTERS, MODELS, Cluster, Job, Model, Row, plan, plan_peers
+from zero.plan.peers import ONCE
 
 BOUNDS = ("nothing hidden", "all hidden")
 NODES, SEQUENCE, SITE_US = 8, 4096, 10_000.0
@@ -79,7 +80,8 @@ def seconds(row: Row, bound: str) -> float:
 def outlook(model: Model, cluster: Cluster, num_micro: int, batch: int = 1) -> Outlook:
     """Predict one model, cluster and number of micro-batches of ``batch`` sequences."""
     job = Job(num_micro=num_micro, batch=batch)
-    peers, rows = plan_peers(model, cluster, job), plan(model, cluster, job, only=OURS.values())
+    ways = [choice for name in OURS for choice in ways_of(name)]
+    peers, rows = plan_peers(model, cluster, job), plan(model, cluster, job, only=ways)
     plain = next(row for row in peers if row.variant == "FSDP2").times
     fitting = {row.variant: row for row in peers if row.fits}
     ours = {(row.stage, row.variant, row.tier): row for row in rows if row.fits}
@@ -90,9 +92,16 @@ def outlook(model: Model, cluster: Cluster, num_micro: int, batch: int = 1) -> O
         kinds = {kind: min((t for name, t in of_peers.items() if name.startswith(kind)), default=None)
                  for kind in ("DDP", "FSDP2", "HSDP")}  # fmt: skip
         found = {kind.lower(): of_kind for kind, of_kind in kinds.items() if of_kind is not None}
-        found |= {name: seconds(ours[choice], bound) for name, choice in OURS.items() if choice in ours}
+        fit = {name: [ours[choice] for choice in ways_of(name) if choice in ours] for name in OURS}
+        found |= {name: min(seconds(row, bound) for row in rows) for name, rows in fit.items() if rows}
         speeds[bound] = {name: of_peers[best[bound]] / time for name, time in found.items()}
     return Outlook(plain.communication / plain.computation, best, speeds)
+
+
+def ways_of(name: str) -> list[tuple[int, str, str]]:
+    """Stage, variant and tier of a system, also where ``no_sync`` holds its gradients back until the last batch."""
+    stage, variant, tier = OURS[name]
+    return [(stage, variant, tier), (stage, variant + ONCE, tier)]
 
 
 def model_of(name: str) -> Model:
@@ -112,8 +121,10 @@ def page() -> str:
         f"Sites: each node is a site, {SITE_US / 1000:.0f} ms away. Ratio: network time over computing time",
         "of plain FSDP2. The other cells are speeds over that of the best peer that fits into memory, of those with",
         "as many micro-batches (DDP with float32 and bf16 gradients, FSDP2, HSDP, with and without",
-        "resharding; with four micro-batches also those that send gradients once a step): first if nothing of the",
-        "communication is hidden behind computing, then if as much is as can be. `-`: does not fit.",
+        "resharding): first if nothing of the communication is hidden behind computing, then if as much is as can be.",
+        "`-`: does not fit. Of four micro-batches peers and this library's systems reduce each, or send gradients",
+        "once a step (`no_sync`; these keep full gradients, and under `zero stage 3`, `zero++` and `delta-hpz` full",
+        "parameters): the faster way that fits.",
         "",
         "`zero++` and `delta-hpz` send quantized messages; the others, peers included, send bfloat16, and DDP also",
         "float32. DeepSpeed's ZeRO++ and methods that synchronize less often than every step are not among the peers.",

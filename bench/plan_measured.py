@@ -54,7 +54,7 @@ __all__ = [
 ]  # fmt: skip
 
 TOLERANCE = 0.2
-NOT_PLANNED = {"offload", "stage3_param_persistence_threshold", "stage3_max_reuse_distance"}
+NOT_PLANNED = {"offload", "stage3_param_persistence_threshold"}
 """Options of this library's contenders that are not planned."""
 TORCH = {
     "ddp": "DDP", "ddp bf16 gradients": "DDP bf16 gradients",
@@ -194,13 +194,15 @@ def _of_torch(
 def _of_zero(options: dict[str, Any], model: Model, cluster: Cluster, dtype: torch.dtype) -> tuple[MovedBytes, float]:
     """Return what this library moves, and the bytes that its kernels read and write."""
     asked = dict(options)
-    num_micro = asked.pop("accumulation", 1)
+    num_micro, holds_gradients = asked.pop("accumulation", 1), asked.pop("has_no_sync", False)
+    is_kept = asked.get("stage3_max_reuse_distance", 0) > 1  # full until the step, beside one batch or with no_sync
+    is_once = holds_gradients or (is_kept and num_micro == 1)
     if asked.pop("stays_in_node", False):
         asked["hpz_partition_size"] = cluster.ranks_per_node
     settings = resolve_config(None, asked | {"gradient_accumulation_steps": num_micro}).settings
     exchanges = Exchanges.of(settings, cluster.num_nodes, cluster.ranks_per_node, dtype)
-    moved = step_moved(model, exchanges, num_micro).values()
-    return total(list(moved)), kernel_nbytes(model, exchanges, num_micro)
+    moved = step_moved(model, exchanges, num_micro, is_once=is_once).values()
+    return total(list(moved)), kernel_nbytes(model, exchanges, num_micro, is_once=is_once)
 
 
 def planned(store: Store, facts: dict[str, Any] | None) -> Iterator[Planned]:

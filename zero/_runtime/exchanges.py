@@ -8,6 +8,7 @@ upper bound:
     stage 0           k or 1 reductions (no_sync), and the gradients gathered once
     stage 1           one reduction at the boundary, and the new parameters gathered once
     stage 2           k reductions, and the new parameters gathered once
+      no_sync         one reduction; at stage 3 also one gather, if parameters stay full, as if k were a half
     stage 3           k reductions, 2k gathers: for forward and for backward,       ZeRO, section 7
                       also of embeddings and the last layer, which backward does not gather
       hpZ             of them one over all ranks, the others inside the node        ZeRO++, section 3.2
@@ -189,16 +190,25 @@ class Exchanges:
             return MovedBytes(nbytes, exchanged(1, *nodes, wire))
         return total([MovedBytes(sent(n, dtype, *nodes, wire), exchanged(n, *nodes, wire)) for n in parts])
 
-    def agreements(self, num_micro: int) -> MovedBytes:
+    def agreements(self, num_micro: int, *, is_once: bool = False) -> MovedBytes:
         """The control exchanges of a step: one before each reduction, one before the update. Bytes count as 0."""
         if self.shape.world_size == 1:
             return NOTHING
-        count = 1 + (num_micro if self.effective.stage.reduces_every_micro_batch else 1)
+        count = 1 + (num_micro if self.effective.stage.reduces_every_micro_batch and not is_once else 1)
         return MovedBytes(Sent(0, 0), Exchanged(0, count) if self.shape.num_nodes > 1 else Exchanged(count, 0))
 
-    def schedule(self, num_micro: int) -> StepSchedule:
-        """How often a step of ``num_micro`` micro-batches sends a trainable bucket; at stage 3 at most."""
-        return self.mode.schedule(self.effective.stage, num_micro, has_secondary=self.effective.has_secondary)
+    def schedule(self, num_micro: int, *, is_once: bool = False) -> StepSchedule:
+        """How often a step of ``num_micro`` micro-batches sends a trainable bucket; at stage 3 at most.
+
+        ``is_once``: parameters and gradients stay full from the first micro-batch to the last, by
+        ``stage3_max_reuse_distance`` and ``no_sync``.
+        """
+        counted = 1 if is_once else num_micro
+        often = self.mode.schedule(self.effective.stage, counted, has_secondary=self.effective.has_secondary)
+        if not is_once:
+            return often
+        gathers = min(often.gathers, 1)  # none for backward
+        return often._replace(gathers=gathers, node_gathers=min(often.node_gathers, 1 - gathers))
 
     def moved_for(
         self, layout: BucketLayout, often: StepSchedule, *, is_trainable: bool, is_persistent: bool = False

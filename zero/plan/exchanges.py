@@ -12,17 +12,22 @@ from zero.plan.model import Model
 __all__ = ["Exchanges", "MovedBytes", "kernel_nbytes", "step_moved"]
 
 
-def step_moved(model: Model, exchanges: Exchanges, num_micro: int = 1) -> dict[str, MovedBytes]:
-    """Return the bytes that a rank sends in a step and its exchanges, by kind and link class."""
-    often = exchanges.schedule(num_micro)
+def step_moved(
+    model: Model, exchanges: Exchanges, num_micro: int = 1, *, is_once: bool = False
+) -> dict[str, MovedBytes]:
+    """Return the bytes that a rank sends in a step and its exchanges, by kind and link class.
+
+    ``is_once``: see :meth:`zero._runtime.exchanges.Exchanges.schedule`.
+    """
+    often = exchanges.schedule(num_micro, is_once=is_once)
     totals = dict.fromkeys(KINDS, NOTHING)
     for layout, repeats, is_trainable in model.layouts(exchanges.shape.world_size, exchanges.effective.merged_numel):
         for kind, moved in exchanges.moved_for(layout, often, is_trainable=is_trainable).items():
             totals[kind] = total([totals[kind], times(moved, repeats)])
-    return totals | {KINDS[4]: exchanges.agreements(num_micro)}
+    return totals | {KINDS[4]: exchanges.agreements(num_micro, is_once=is_once)}
 
 
-def kernel_nbytes(model: Model, exchanges: Exchanges, num_micro: int = 1) -> float:
+def kernel_nbytes(model: Model, exchanges: Exchanges, num_micro: int = 1, *, is_once: bool = False) -> float:
     """Return the bytes of device memory that a rank's kernels read and write in a step to encode, decode and sum.
 
     With w bytes for an element in its message, a gathered element takes w + b_p unless it is uncompressed. A reduced
@@ -35,13 +40,14 @@ def kernel_nbytes(model: Model, exchanges: Exchanges, num_micro: int = 1) -> flo
     wire = effective.gradient_formats or (WIRE_NAMES[exchanges.dtype],) * 2
     first = wire[0] if exchanges.shape.ranks_per_node > 1 else wire[1]
     on_wire = _wire_nbytes(first, exchanges.gradient_dtype)
-    reductions = num_micro if effective.stage.reduces_every_micro_batch else 1
+    reductions = num_micro if effective.stage.reduces_every_micro_batch and not is_once else 1
     found = reductions * (of_gradient + 2 * on_wire) * numel
     if exchanges.change_wire is not None:
         decoded = numel if exchanges.mode.deltas_over == "world" else numel / exchanges.shape.ranks_per_node
         found += (_wire_nbytes(exchanges.change_wire, torch.float32) + 2 * of_gather) * decoded
     elif effective.weight_format != "none":
-        gathers = 1 if effective.has_secondary or not effective.stage.shards_parameters else 2 * num_micro
+        sends_once = is_once or effective.has_secondary or not effective.stage.shards_parameters
+        gathers = 1 if sends_once else 2 * num_micro
         found += gathers * (_wire_nbytes(effective.weight_format, exchanges.dtype) + of_gather) * numel
     return found
 

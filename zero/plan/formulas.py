@@ -16,6 +16,8 @@ and b_t while they are reduced; b_s of states. Counts are in elements.
     delayed update        gradients once more, in memory; 2 b_p T / N         host            zero._optim.delayed_update
     states                b_s T; from stage 1: b_s T / N                      optimizer tier  ZeRO, section 3.1
       on NVMe             twice as much, if steps may fail                    nvme            zero._optim.state_files
+      no_sync             from stage 2: also b_g T unreduced, and at          device          zero._gradients.reducer
+                          stage 3 b_p P gathered; no buckets and prefetch
     buckets               from stage 2: gradients in flight, 3 b_t B;         device          zero._gradients.reducer
                           stage 3: and the layer in use, b_p U                                zero._sharding.bucket
     prefetch              stage 3: the next layer, b_p U                      device          zero._gather.gatherer
@@ -178,6 +180,8 @@ class TrainingSetup:
     """Bytes of a gradient's element while it is reduced between the ranks."""
     sums_gradients: bool = False
     """Whether a step has several micro-batches."""
+    is_once: bool = False
+    """Whether parameters and gradients of them stay full until the last."""
     merged_numel: int = 2**20
     """Below stage 3, layers of up to so many elements share an exchange."""
     has_secondary: bool = False
@@ -199,6 +203,11 @@ class TrainingSetup:
     def world_size(self) -> int:
         """Number of data-parallel ranks."""
         return self.num_nodes * self.ranks_per_node
+
+    @property
+    def sums_on_shards(self) -> bool:
+        """Whether gradients of micro-batches are summed where they are reduced."""
+        return self.sums_gradients and not self.is_once
 
     @property
     def offloads_states(self) -> bool:
@@ -262,11 +271,13 @@ def _gradients(counts: Counts, share: Share, setup: TrainingSetup) -> list[Memor
     on_device = share.trainable * (1 - offloaded) if setup.stage >= 2 else counts.num_trained
     on_host = offloaded * share.trainable
     place = "host" if setup.delays_update else setup.tier.states
-    in_memory = (setup.sent_nbytes + setup.gradient_nbytes * setup.sums_gradients) * on_host
+    in_memory = (setup.sent_nbytes + setup.gradient_nbytes * setup.sums_on_shards) * on_host
     # Gradients that a delayed update reads while new ones arrive, and parameters that it writes before they are used.
     delayed = in_memory + 2 * setup.param_nbytes * on_host if setup.delays_update else 0
+    unreduced = counts.num_trained if setup.is_once and setup.stage >= 2 else 0
     return [
         MemoryUsage("gradients", "device", setup.gradient_nbytes * on_device),
+        MemoryUsage("unreduced gradients", "device", setup.gradient_nbytes * unreduced),
         _offloadable("gradients", place, setup.gradient_nbytes * on_host if place == "nvme" else in_memory, setup),
         _offloadable("delayed update", "host", delayed, setup),
     ]
@@ -295,10 +306,12 @@ def _buffers(counts: Counts, share: Share, setup: TrainingSetup) -> list[MemoryU
     trainable = counts.num_trained
     unit, found = min(counts.largest_unit, counts.numel), []
     if setup.stage == 3:
-        found.append(MemoryUsage("prefetch", "device", setup.param_nbytes * min(unit, counts.numel - unit)))
-    live = setup.param_nbytes * unit if setup.stage == 3 else 0
+        ahead = counts.numel if setup.is_once else min(unit, counts.numel - unit)
+        kind = "gathered parameters" if setup.is_once else "prefetch"
+        found.append(MemoryUsage(kind, "device", setup.param_nbytes * ahead))
+    live = setup.param_nbytes * unit if setup.stage == 3 and not setup.is_once else 0
     bucket = unit if setup.stage == 3 else max(unit, setup.merged_numel)
-    in_flight = min(NUM_GRADIENT_BUFFERS * bucket, trainable) if setup.stage >= 2 else 0
+    in_flight = min(NUM_GRADIENT_BUFFERS * bucket, trainable) if setup.stage >= 2 and not setup.is_once else 0
     found.append(MemoryUsage("buckets", "device", live + setup.reduced_nbytes * in_flight))
     if setup.has_secondary and setup.stage == 3 and setup.num_nodes > 1:
         found.append(
@@ -314,7 +327,7 @@ def _of_mode(counts: Counts, share: Share, setup: TrainingSetup) -> dict[str, fl
     if setup.stage not in MODES[setup.mode].stages:
         return {}
     numels = counts.numel, share.trainable, share.node_numel, share.node_trainable
-    return MODES[setup.mode].memory(MemoryShape(*numels, setup.param_nbytes, setup.sums_gradients))
+    return MODES[setup.mode].memory(MemoryShape(*numels, setup.param_nbytes, setup.sums_on_shards))
 
 
 def _file_buffers(counts: Counts, share: Share, setup: TrainingSetup) -> list[MemoryUsage]:

@@ -38,7 +38,7 @@ from zero._runtime.exchanges import NOTHING, MovedBytes, times, total
 from zero.plan.formulas import NUM_GRADIENT_BUFFERS, Activations, Counts, MemoryUsage, TrainingSetup, usage_of
 from zero.plan.times import StepTimes
 
-__all__ = ["PEERS", "Peer", "PeerMemory", "in_rings", "memory_of", "peer_kernel_nbytes", "peer_moved"]
+__all__ = ["ONCE", "PEERS", "Peer", "PeerMemory", "in_rings", "memory_of", "peer_kernel_nbytes", "peer_moved"]
 
 DDP_FIRST_NBYTES, DDP_NBYTES = 2**20, 25 * 2**20
 """Sizes of DistributedDataParallel's buckets, in bytes of float32 gradients."""

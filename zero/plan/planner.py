@@ -18,12 +18,14 @@ from zero.plan.estimate import TIERS, Estimate, estimate, tiers_of_stage, with_s
 from zero.plan.exchanges import Exchanges, MovedBytes, kernel_nbytes, step_moved
 from zero.plan.formulas import Activations, TrainingSetup
 from zero.plan.model import Model
-from zero.plan.peers import PEERS, Peer, PeerMemory, in_rings, memory_of, peer_kernel_nbytes, peer_moved
+from zero.plan.peers import ONCE, PEERS, Peer, PeerMemory, in_rings, memory_of, peer_kernel_nbytes, peer_moved
 from zero.plan.times import StepTimes, times_of, whole_update
 
 VARIANTS = ("plain", "ZeRO++", "delta-hpZ")
 DEVICES = {"device": "none", "host": "cpu", "nvme": "nvme"}
 MAX_LAYERS = 2**22
+KEPT_NUMEL = 10**15
+"""A ``stage3_max_reuse_distance`` that keeps the parameters of every model full until the step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +80,8 @@ class Row:
 
     stage: int
     variant: str
-    """One of :data:`VARIANTS`; of a peer its name."""
+    """One of :data:`VARIANTS`, with ", once" if ``no_sync`` holds gradients back until the last micro-batch; of a peer
+    its name."""
     tier: str
     """A key of :data:`zero.plan.estimate.TIERS`."""
     config: Mapping[str, Any]
@@ -127,7 +130,7 @@ def plan(
     Cost: about 2 ms for each row, whatever the number of ranks; with Muon the placement of all tensors as well.
     """
     chosen = job or Job()
-    choices = [choice for choice in _choices(cluster) if only is None or choice in only]
+    choices = [choice for choice in _choices(cluster, chosen) if only is None or choice in only]
     rows = [_row(model, cluster, chosen, *choice) for choice in choices]
     return _ranked(rows)
 
@@ -182,7 +185,7 @@ def largest_model(
     chosen = job or Job()
     if chosen.optimizer != "adamw":
         raise ConfigError(f"the largest model is found for optimizer='adamw' only: got {chosen.optimizer!r}")
-    choices = list(_choices(cluster)) if only is None else [only]
+    choices = list(_choices(cluster, chosen)) if only is None else [only]
 
     def fitting(num_layers: int) -> tuple[Model, Row] | None:
         larger = model.of_layers(num_layers)
@@ -206,7 +209,7 @@ def largest_model(
     return found
 
 
-def _choices(cluster: Cluster) -> Iterator[tuple[int, str, str]]:
+def _choices(cluster: Cluster, job: Job) -> Iterator[tuple[int, str, str]]:
     for stage in range(4):
         for tier in tiers_of_stage(stage):
             for variant in VARIANTS:
@@ -216,11 +219,17 @@ def _choices(cluster: Cluster) -> Iterator[tuple[int, str, str]]:
                 if is_delta and (stage < 3 or cluster.num_nodes == 1 or TIERS[tier].parameters != "device"):
                     continue
                 yield stage, variant, tier
+                # Full gradients need the memory that offloading is to save; at stage 1 they are reduced once as it is.
+                if job.num_micro > 1 and stage > 1 and tier == "device" and cluster.world_size > 1:
+                    yield stage, variant + ONCE, tier
 
 
 def config_of(cluster: Cluster, job: Job, stage: int, variant: str, tier: str) -> dict[str, Any]:
     """Return the JSON configuration of one stage, variant and tier."""
     section: dict[str, Any] = {"stage": stage}
+    is_once, variant = variant.endswith(ONCE), variant.removesuffix(ONCE)
+    if is_once and stage == 3:
+        section["stage3_max_reuse_distance"] = KEPT_NUMEL
     if variant == "ZeRO++":
         section |= {"zero_quantized_weights": True, "zero_quantized_gradients": True}
         if stage == 3 and cluster.num_nodes > 1 and cluster.ranks_per_node > 1:
@@ -261,8 +270,11 @@ def _row(model: Model, cluster: Cluster, job: Job, stage: int, variant: str, tie
         buckets = model.dealt(nodes, per_node, merged, deals=stage > 0 and cluster.world_size > 1)
         counts, update = with_shares(counts, buckets, nodes, per_node), whole_update(buckets, nodes, per_node)
     memory = estimate(counts, configuration, nodes, per_node, activations=shape, prints=False)
-    moved, kernels = step_moved(model, exchanges, job.num_micro), kernel_nbytes(model, exchanges, job.num_micro)
-    setup = replace(memory.setup, stage=stage, tier=TIERS[tier])
+    is_once = variant.endswith(ONCE)
+    moved = step_moved(model, exchanges, job.num_micro, is_once=is_once)
+    kernels = kernel_nbytes(model, exchanges, job.num_micro, is_once=is_once)
+    setup = replace(memory.setup, stage=stage, tier=TIERS[tier], is_once=is_once)
+    memory = replace(memory, setup=setup)
     times = times_of(
         model, shape, setup, cluster, moved, kernels_nbytes=kernels, num_micro=job.num_micro, update=update
     )

@@ -8,18 +8,19 @@ from pathlib import Path
 
 from zero.plan.cluster import Cluster
 from zero.plan.model import Model
+from zero.plan.peers import ONCE
 from zero.plan.planner import Row
 
 PLACES = ("device", "host", "nvme")
 HEADER = (
-    f"{'stage':>5}  {'variant':<9}  {'tier':<14} {'device':>8} {'host':>8} {'nvme':>8} {'within':>8} {'between':>8} "
+    f"{'stage':>5}  {'variant':<15}  {'tier':<14} {'device':>8} {'host':>8} {'nvme':>8} {'within':>8} {'between':>8} "
     f"{'compute':>8} {'links':>8} {'latency':>8} {'other':>8} {'step':>8} {'overlap':>7} {'tokens/s':>10}"
 )
 PEERS_TITLE = (
     "torch's own ways, by the same formulas over NCCL's rings, in bf16 with AdamW; once: the gradients of all "
     "micro-batches are sent as one sum"
 )
-UNITS = f"{'':>32} {'GiB':>8} {'GiB':>8} {'GiB':>8} {'GB':>8} {'GB':>8} " + 5 * f"{'s':>8} " + f"{'most':>7}"
+UNITS = f"{'':>38} {'GiB':>8} {'GiB':>8} {'GiB':>8} {'GB':>8} {'GB':>8} " + 5 * f"{'s':>8} " + f"{'most':>7}"
 
 
 def table(rows: Sequence[Row], model: Model, cluster: Cluster, peers: Sequence[Row] = ()) -> str:
@@ -45,6 +46,8 @@ def table(rows: Sequence[Row], model: Model, cluster: Cluster, peers: Sequence[R
     lines.append(f"fastest: stage {best.stage}, {best.variant}, {best.tier}; memory of each rank:")
     lines += [f"  {use.kind:<22} {use.place:<7} {use.nbytes / 2**30:>9.3f} GiB" for use in best.memory.usage()]
     lines += [f"  {note}" for note in best.memory.notes]
+    if best.variant.endswith(ONCE):
+        lines += ["", "once: with optimizer.no_sync() around the backwards of all micro-batches but the last of a step"]
     more = "" if "optimizer" in best.config else ', with its optimizer= or an "optimizer" section added'
     lines += ["", f"for zero.initialize{more}:"]
     lines += [json.dumps(best.config, indent=2)]
@@ -64,13 +67,13 @@ def _line(row: Row) -> str:
     end = f"{row.tokens_per_s:>10,.0f}" if row.fits else f"  does not fit: {', '.join(row.lacks)}"
     parts = (times.computation, times.communication - times.latency, times.latency, other, times.step)
     return (
-        f"{row.stage:>5}  {_name(row):<25} {places} {sent.intra / 1e9:>8.2f} {sent.inter / 1e9:>8.2f} "
+        f"{row.stage:>5}  {_name(row):<31} {places} {sent.intra / 1e9:>8.2f} {sent.inter / 1e9:>8.2f} "
         f"{' '.join(f'{part:>8.3f}' for part in parts)} {100 * times.overlap:>5.0f} % {end}"
     )
 
 
 def _name(row: Row) -> str:
-    return f"{row.variant:<9}  {row.tier}" if row.config else row.variant
+    return f"{row.variant:<15}  {row.tier}" if row.config else row.variant
 
 
 def _gib(nbytes: float) -> str:
