@@ -161,7 +161,7 @@ class ZeroOptimizer(Optimizer):
                 self._runtime.close()
             raise
         is_fused = updater_of(self._inner).is_fused
-        self._gradients = FinalGradients(self._runtime, self._pieces, rounds_means=is_fused)
+        self._gradients = FinalGradients(self._runtime, self._pieces, self._model_parallel, rounds_means=is_fused)
         self._update = Update(self._runtime, self._inner, self._pieces, self._gradients)
         # GradScaler looks for infinities in the gradients of all parameters, so it finds those of other ranks here.
         self._inner.param_groups[0]["params"].append(self._gradients.flag)
@@ -357,7 +357,7 @@ class ZeroOptimizer(Optimizer):
         """Check, unscale and clip, or leave that to the update; False: all ranks skip the step."""
         self._last_norm = None
         if self.loss_scale is not None:
-            overflowed = self._model_parallel.any(self._gradients.has_overflow())
+            overflowed = self._gradients.has_overflow()
             self._fold_unscaling()
             self.loss_scale.update(overflowed=overflowed)
             if overflowed:

@@ -201,6 +201,35 @@ def test_an_overflow_in_one_part_skips_the_step_everywhere() -> None:
     run_ranks(4, _check_overflow)
 
 
+def _check_grad_scaler(rank: int, stage: int) -> None:
+    """The same with torch's GradScaler, which looks at each rank's gradients by itself."""
+    mesh = device_mesh((2, 2), ("dp", "tp"))
+    model = Split(_whole(), mesh.get_group("tp")).float()
+    optimizer = ZeroOptimizer(model, torch.optim.SGD, stage=stage, lr=0.1, group=mesh)
+    scaler, scales = torch.amp.GradScaler("cpu", init_scale=64.0), []
+    for step in range(4):
+        before = full_values(model)
+        loss = model(_batch(step, mesh.get_local_rank("dp")).float()).square().mean()
+        hook = model.up.bias.register_hook(lambda grad: grad * (float("inf") if rank == step in (1, 2) else 1.0))  # noqa: B023
+        scaler.scale(loss).backward()
+        hook.remove()
+        if step == 2:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        scales.append(scaler.get_scale())
+        after = full_values(model)
+        assert all(torch.equal(after[name], old) == (step in (1, 2)) for name, old in before.items()), step
+    optimizer.close()
+    assert scales == [64, 32, 16, 16]
+
+
+def test_a_grad_scaler_skips_the_step_on_all_parts() -> None:
+    for stage in (1, 3):
+        run_ranks(4, _check_grad_scaler, stage)
+
+
 def _train(engine: Any, data_rank: int, steps: range) -> None:
     for step in steps:
         engine.backward(engine(_batch(step, data_rank)).square().mean())

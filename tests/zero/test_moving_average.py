@@ -121,6 +121,33 @@ def test_training_goes_on_with_the_same_bits(options: dict[str, Any]) -> None:
     run_ranks(4, _check_no_trace, options, 2)
 
 
+def _check_early_block(rank: int, stage: int, folder: str) -> None:
+    """An evaluation before the first update changes nothing of it, unless averages were loaded."""
+    _, averaged = _expected(torch.float64, 5)
+    model = new_model(torch.float64, has_frozen=True)
+    with zero_optimizer(model, stage=stage) as optimizer:
+        average = MovingAverage(optimizer, DECAY)
+        before = full_values(model)
+        with average.applied():
+            _assert_close(full_values(model), before)
+        for step in range(5):
+            _step(model, optimizer, rank, step)
+            average.update()
+        with average.applied():
+            _assert_close(full_values(model), averaged)
+            save_checkpoint(optimizer, folder, "averages")
+        again = MovingAverage(optimizer, DECAY)
+        with again.applied():
+            load_checkpoint(optimizer, folder, "averages", load_module_only=True)
+        with again.applied():
+            _assert_close(full_values(model), averaged)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_averages_that_are_read_before_the_first_update(stage: int, tmp_path: Any) -> None:
+    run_ranks(WORLD, _check_early_block, stage, str(tmp_path))
+
+
 def test_a_decay_out_of_range_is_refused() -> None:
     with pytest.raises(ConfigError, match="decay=1"):
         MovingAverage(object(), decay=1.0)

@@ -46,6 +46,7 @@ from zcomm._transport import call_context
 from zcomm._transport.call_context import in_bucket
 from zero._config.settings import Effective, ZeroSettings
 from zero._gather.gather_sources import BucketSources
+from zero._gather.lost_writes import LostWrites
 from zero._sharding.bucket import Bucket, BucketState, bump_versions
 from zero._sharding.buffer_pool import BufferPool, num_uses, storage_of
 from zero._sharding.phases import Phases, in_phase
@@ -206,6 +207,7 @@ class Gatherer(RuntimePart):
         """Checksum of all gathers issued so far, in order; the end of each backward compares it between ranks."""
         self._num_divergences = self._check.num_divergences
         self.by_storage: dict[int, Bucket] = {}
+        self.lost_writes = LostWrites()
 
     @in_phase("gather")
     def acquire(self, bucket: Bucket, mode: IterationKind | None = None) -> None:
@@ -342,6 +344,7 @@ class Gatherer(RuntimePart):
         assert bucket.full is not None, f"bucket {bucket.name!r} is being gathered without a buffer"
         self._sources[bucket.index].gathered(bucket.full)
         bucket.expose()
+        self.lost_writes.note(bucket)
         self.by_storage[storage_of(bucket.full)] = bucket
 
     def _read_ahead(self, mode: IterationKind) -> None:
@@ -381,6 +384,7 @@ class Gatherer(RuntimePart):
 
     def _release(self, bucket: Bucket) -> None:
         if bucket.is_full:
+            self.lost_writes.find(bucket)
             full = bucket.release()
             self.by_storage.pop(storage_of(full), None)
             # Two uses are this tensor and the pool's; any other is a view, which must not see the next gather's values.
@@ -466,6 +470,8 @@ class Gatherer(RuntimePart):
             stale = buckets if params is None else {p.zero_shard.bucket for p in changed}  # type: ignore[attr-defined]
             mark_views_stale(self._pool, stale)
         if self._is_active:
+            for bucket in buckets:
+                self.lost_writes.forget(bucket)
             self._drop_idle(buckets)
         for bucket in buckets:
             self._sources[bucket.index].values_changed()

@@ -60,6 +60,11 @@ class GatheredEdits:
         """
         self._loaded.update(params)
 
+    @property
+    def is_open(self) -> bool:
+        """Whether a block is open in which a rank may change parameters."""
+        return bool(self._blocks)
+
     @contextmanager
     def modified(self, slots: Slots, rank: int) -> Iterator[None]:
         """Every rank adopts what ``rank`` changes inside, in these parameters of full buckets.

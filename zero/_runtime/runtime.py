@@ -248,6 +248,7 @@ class Runtime:
         finally:
             for bucket in buckets:
                 bucket.drop(Hold.ACCESS)
+                self.gatherer.lost_writes.forget(bucket)  # the block has adopted or refused them
                 self.gatherer.release_if_unneeded(bucket)
 
     @contextmanager
@@ -316,7 +317,10 @@ class Runtime:
         if self.has_averages:
             raise StateError("the model has the averages of a zero.MovingAverage: leave applied() before step()")
         self.check_not_suspended()
+        if self.stage.shards_parameters and self.edits.is_open:
+            raise StateError("step() inside zero.GatheredParameters(modifier_rank=) would lose its edits: end it first")
         check_model_unchanged(self.model, self.buckets)
+        self.gatherer.lost_writes.check(self.buckets)
         self._write_back.debug_copies.check()
 
     def close(self) -> None:

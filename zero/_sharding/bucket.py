@@ -114,9 +114,13 @@ def bump_versions(params: list[nn.Parameter]) -> None:
 
 def num_writes(param: nn.Parameter) -> int:
     """A counter of writes to ``param`` by others than this library, from any start; also of released parameters."""
-    info: ShardInfo | None = getattr(param, "zero_shard", None)
     with torch._C.DisableTorchFunctionSubclass():
-        return param._version - (0 if info is None else info.num_updates)
+        return _num_writes(param)
+
+
+def _num_writes(param: nn.Parameter) -> int:
+    info: ShardInfo | None = getattr(param, "zero_shard", None)
+    return param._version - (0 if info is None else info.num_updates)
 
 
 def master_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -310,6 +314,11 @@ class Bucket:
         assert self.full is not None, f"bucket {self.name!r} is full without a buffer"
         for param, view in zip(self.params, self.views(self.full), strict=True):
             make_full(param, view)
+
+    def num_writes(self) -> list[int]:
+        """Of each parameter: see :func:`num_writes`."""
+        with torch._C.DisableTorchFunctionSubclass():  # once: this runs for each gather
+            return [_num_writes(param) for param in self.params]
 
     def moved_slots(self) -> list[int]:
         """The slots of a full bucket whose parameter was given other memory, by ``param.data = values``."""

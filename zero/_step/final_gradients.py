@@ -24,6 +24,7 @@ from zcomm._kernels.message_flags import check_all_flags
 from zero._gradients.reducer import GradientConsumer
 from zero._optim.loss_scale import nonfinite_flag
 from zero._optim.masters import MasterPiece
+from zero._ranks.model_parallel import ModelParallel
 from zero._runtime.runtime import Runtime
 from zero._sharding.released import ReducedGradient
 
@@ -77,8 +78,11 @@ NO_OVERFLOW = 2.0**-120
 class FinalGradients(GradientConsumer):
     """The gradients of one optimizer between backward and step: the reducer's consumer."""
 
-    def __init__(self, runtime: Runtime, pieces: list[MasterPiece], *, rounds_means: bool) -> None:
+    def __init__(
+        self, runtime: Runtime, pieces: list[MasterPiece], model_parallel: ModelParallel, *, rounds_means: bool
+    ) -> None:
         self.runtime, self._pieces, self.rounds_means = runtime, pieces, rounds_means
+        self._model_parallel = model_parallel
         self.factor = GradFactor()
         """Not applied yet: unscales and clips the gradients."""
         self.flag = torch.zeros(1, device=runtime.buckets[0].device)
@@ -165,7 +169,8 @@ class FinalGradients(GradientConsumer):
             files.agree()
             if files.is_nonfinite():
                 mine.fill_(True)
-            self._overflow = control.any_(mine, self.runtime.topology)
+            # Ranks of a model skip a step together: GradScaler reads the flag on each of them alone.
+            self._overflow = self._model_parallel.any_beside(control.any_(mine, self.runtime.topology))
         return self._overflow
 
     def apply(self) -> None:

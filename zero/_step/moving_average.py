@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from zcomm import ConfigError
+from zcomm import ConfigError, control
 from zero._optim.masters import pieces_by_bucket
 from zero._ranks.collective_calls import calling_over
 from zero._runtime.optimizer_parts import OptimizerParts
@@ -61,25 +61,32 @@ class MovingAverage:
         runtime = self._parts.runtime
         runtime.finish_update(writes_back=True)
         replicas = {bucket: held.clone() for bucket, held in runtime.mode_state.replica_shards().items()}
+        has_begun = bool(self._averages)
         self._swap()
         runtime.has_averages = True
         try:
             yield
         finally:
             runtime.has_averages = False
-            self._swap()
+            are_loaded = self._swap()
+            if not has_begun and not are_loaded:  # the first update() is still to copy the weights
+                self._averages.clear()
             runtime.mode_state.set_replicas(
                 replicas
             )  # they differ from the masters: evaluation must not change training
 
     @torch.no_grad()
-    def _swap(self) -> None:
-        runtime = self._parts.runtime
+    def _swap(self) -> bool:
+        """Exchange masters and averages; whether they differ on any rank, where there are averages."""
+        runtime, differ = self._parts.runtime, False
         with calling_over(runtime.topology, "MovingAverage.applied()"):
             for bucket, pieces in pieces_by_bucket(self._buckets, self._parts.pieces).items():
                 with runtime.in_memory([bucket], is_changed=True):
                     for piece in pieces:
                         own = piece.master.detach().clone()
-                        piece.master.copy_(self._averages.get(piece.master, own))
+                        average = self._averages.get(piece.master, own)
+                        differ = differ or not torch.equal(average, own)
+                        piece.master.copy_(average)
                         self._averages[piece.master] = own
             runtime.write_back(self._buckets)
+            return bool(control.agree_max(torch.tensor([int(differ)]), runtime.topology).item())
