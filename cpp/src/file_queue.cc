@@ -7,6 +7,8 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <functional>
+#include <stdexcept>
 #include <system_error>
 #include <utility>
 
@@ -70,7 +72,8 @@ FileQueue::~FileQueue() {
   // threads or locking the mutex would deadlock, and so would destroying the condition variables, which waits for their
   // waiters.
   if (::getpid() != process_) {
-    for (std::thread& thread : threads_) thread.detach();
+    // Leaked: a handle of the parent's thread may by now be freed memory, or that of a thread of this process.
+    static_cast<void>(new std::vector<std::thread>(std::move(threads_)));
     static_cast<void>(signals_.release());
     return;
   }
@@ -95,7 +98,15 @@ void FileQueue::Notify() {
   }
 }
 
+// Before the mutex, which one of the parent's threads may have held at the fork.
+void FileQueue::CheckProcess() const {
+  if (::getpid() == process_) return;
+  throw std::runtime_error("a queue of files must be used by the process that made it: made by pid=" +
+                           std::to_string(process_));
+}
+
 int FileQueue::Create(const std::string& path, std::uint64_t nbytes, FileKind kind) {
+  CheckProcess();
   std::shared_ptr<CheckedFile> checked;
   if (kind == FileKind::kChecked) checked = std::make_shared<CheckedFile>(nbytes);
   const std::uint64_t reserved = checked ? CheckedFile::FileNbytes(nbytes) : nbytes;
@@ -116,6 +127,7 @@ int FileQueue::Create(const std::string& path, std::uint64_t nbytes, FileKind ki
 }
 
 int FileQueue::Open(const std::string& path, FileKind kind) {
+  CheckProcess();
   File file = OpenFile(path, O_RDWR);
   if (kind == FileKind::kChecked) {
     std::unique_ptr<CheckedFile> checked;
@@ -151,6 +163,7 @@ FileQueue::File& FileQueue::At(int file) {
 }
 
 std::uint64_t FileQueue::Size(int file) {
+  CheckProcess();
   const std::lock_guard<std::mutex> lock(mutex_);
   const File& of = At(file);
   if (of.checked) return of.checked->data_nbytes();
@@ -160,9 +173,11 @@ std::uint64_t FileQueue::Size(int file) {
 }
 
 void FileQueue::Sync(int file) {
+  CheckProcess();
   std::unique_lock<std::mutex> lock(mutex_);
   const File& of = At(file);  // valid without the lock: the caller must not close the file during Sync
   lock.unlock();              // a sync takes long; transfers of other files go on meanwhile
+  const WithoutSizeSignal here;
   // The table first: fdatasync then covers both. In the other order a crash could leave durable data with old
   // checksums, and the next run would report them as damaged.
   int error = of.checked ? of.checked->WriteTable(of.descriptor.number()) : 0;
@@ -171,6 +186,7 @@ void FileQueue::Sync(int file) {
 }
 
 void FileQueue::Close(int file) {
+  CheckProcess();
   const std::lock_guard<std::mutex> lock(mutex_);
   const File& of = At(file);
   ZCOMM_CHECK(of.num_transfers == 0, "the file has transfers in flight: ", of.path);
@@ -190,6 +206,7 @@ std::uint64_t FileQueue::Submit(int file, bool is_write, std::uint64_t offset, s
                   reinterpret_cast<std::uintptr_t>(data) % kFileAlignment == 0,
               "offset, byte count and address must be multiples of 4096: offset=", offset, ", nbytes=", nbytes,
               ", address=", reinterpret_cast<std::uintptr_t>(data));
+  CheckProcess();
   const std::lock_guard<std::mutex> lock(mutex_);
   File& of = At(file);
   ZCOMM_CHECK(!of.checked || (offset <= of.checked->data_nbytes() && nbytes <= of.checked->data_nbytes() - offset),
@@ -323,6 +340,7 @@ void FileQueue::Finish(const Request& request, int error) {
 }
 
 bool FileQueue::IsDone(std::uint64_t ticket) {
+  CheckProcess();
   const std::lock_guard<std::mutex> lock(mutex_);
   const auto found = transfers_.find(ticket);
   ZCOMM_CHECK(found != transfers_.end(), "no such transfer, or Wait has already returned for it: ticket=", ticket);
@@ -330,11 +348,16 @@ bool FileQueue::IsDone(std::uint64_t ticket) {
 }
 
 void FileQueue::Wait(std::uint64_t ticket) {
+  CheckProcess();
   std::unique_lock<std::mutex> lock(mutex_);
-  ZCOMM_CHECK(transfers_.count(ticket) == 1, "no such transfer, or Wait has already returned for it: ticket=", ticket);
-  signals_->done.wait(lock, [&] { return transfers_.at(ticket).unfinished == 0; });
-  const Transfer transfer = transfers_.at(ticket);
-  transfers_.erase(ticket);
+  auto found = transfers_.end();
+  signals_->done.wait(lock, [&] {
+    found = transfers_.find(ticket);
+    return found == transfers_.end() || found->second.unfinished == 0;
+  });
+  ZCOMM_CHECK(found != transfers_.end(), "no such transfer, or Wait has already returned for it: ticket=", ticket);
+  const Transfer transfer = found->second;
+  transfers_.erase(found);
   if (transfer.error == 0) return;
   const auto file = files_.find(transfer.file);
   const bool is_wrong = transfer.error == EBADMSG;

@@ -2,13 +2,16 @@
 
 #include <stdlib.h>
 #include <sys/resource.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <csignal>
 #include <filesystem>
 #include <fstream>
 #include <iterator>
 #include <memory>
+#include <thread>
 
 #include "test_util.h"
 
@@ -121,6 +124,99 @@ void TestNoSpace(const std::string& folder, bool may_use_ring) {
   ::unlink(path.c_str());
 }
 
+// As in TestNoSpace; the table of checksums is beyond the limit.
+void TestNoSpaceForChecksums(const std::string& folder, bool may_use_ring) {
+  std::signal(SIGXFSZ, SIG_DFL);
+  rlimit before{};
+  getrlimit(RLIMIT_FSIZE, &before);
+  FileQueue queue(2, kFileAlignment, may_use_ring);
+  const std::string path = folder + "/checked";
+  const int file = queue.Create(path, 2 * kFileAlignment, FileKind::kChecked);
+  const rlimit small{kFileAlignment, before.rlim_max};
+  setrlimit(RLIMIT_FSIZE, &small);
+  const auto sync = ErrorOf([&] { queue.Sync(file); });
+  EXPECT(sync.first == EFBIG && Contains(sync.second, "cannot sync"), "%s", sync.second.c_str());
+  setrlimit(RLIMIT_FSIZE, &before);
+  ::unlink(path.c_str());
+}
+
+void TestTwoThreadsWait(const std::string& folder, bool may_use_ring) {
+  const Buffer data = MakeBuffer(256 * kFileAlignment);
+  const std::string path = folder + "/waited";
+  FileQueue queue(2, kFileAlignment, may_use_ring);
+  const int file = queue.Create(path, 256 * kFileAlignment);
+  for (int repeat = 0; repeat < 10; ++repeat) {
+    const std::uint64_t ticket = queue.Write(file, 0, data.get(), 256 * kFileAlignment);
+    std::atomic<int> num_returned{0};
+    std::vector<std::thread> threads;
+    for (int i = 0; i < 3; ++i) {
+      threads.emplace_back([&] {
+        const std::string error = MessageOf<std::invalid_argument>([&] { queue.Wait(ticket); });
+        EXPECT(error.empty() || Contains(error, "Wait has already returned"), "%s", error.c_str());
+        num_returned += error.empty();
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
+    EXPECT(num_returned == 1, "%d of 3 have returned", num_returned.load());
+  }
+  ::unlink(path.c_str());
+}
+
+// Runs `call` in a forked child, which must return from it within 20 seconds.
+template <class Call>
+void InFork(const Call& call) {
+  const pid_t child = ::fork();
+  if (child == 0) {
+    ::alarm(20);
+    call();
+    std::fflush(stdout);
+    ::_exit(0);
+  }
+  int status = 0;
+  EXPECT(::waitpid(child, &status, 0) == child && status == 0, "status %d", status);
+}
+
+// The child has none of the threads, and the stack of one may be that of a thread of its own, or freed.
+void TestFork(const std::string& folder, bool may_use_ring) {
+  const Buffer data = MakeBuffer(kFileAlignment);
+  const std::string path = folder + "/forked";
+  auto queue = std::make_unique<FileQueue>(8, kFileAlignment, may_use_ring);
+  const int file = queue->Create(path, kFileAlignment);
+  const std::uint64_t ticket = queue->Write(file, 0, data.get(), kFileAlignment);
+  InFork([&] {
+    const auto refusal = [](const auto& call) { return MessageOf<std::runtime_error>(call); };
+    const std::vector<std::string> refusals = {
+        refusal([&] { queue->Wait(ticket); }),
+        refusal([&] { queue->IsDone(ticket); }),
+        refusal([&] { queue->Size(file); }),
+        refusal([&] { queue->Sync(file); }),
+        refusal([&] { queue->Close(file); }),
+        refusal([&] { queue->Open(path); }),
+        refusal([&] { queue->Create(path + "2", 1); }),
+        refusal([&] { queue->Read(file, 0, data.get(), kFileAlignment); }),
+    };
+    for (const std::string& text : refusals) EXPECT(Contains(text, "the process that made it"), "%s", text.c_str());
+    EXPECT(::access((path + "2").c_str(), F_OK) != 0, "a file was left behind");
+    // These take over the stacks of the parent's threads, and free some of them.
+    for (int repeat = 0; repeat < 3; ++repeat) {
+      std::thread first([] {});
+      std::thread second([] {});
+      first.join();
+      second.join();
+    }
+    std::atomic<bool> may_end{false};
+    std::thread own([&] {
+      while (!may_end) std::this_thread::yield();
+    });
+    queue.reset();
+    may_end = true;
+    own.join();  // throws if it has been detached
+  });
+  queue->Wait(ticket);
+  queue.reset();
+  ::unlink(path.c_str());
+}
+
 void TestClosingDropsPendingRequests(const std::string& folder, bool may_use_ring) {
   const Buffer data = MakeBuffer(64 * kFileAlignment);
   const std::string path = folder + "/dropped";
@@ -205,6 +301,9 @@ int main() {
     zcomm::TestNoSpace(folder, may_use_ring);
     zcomm::TestClosingDropsPendingRequests(folder, may_use_ring);
     zcomm::TestManyTransfers(folder, may_use_ring);
+    zcomm::TestNoSpaceForChecksums(folder, may_use_ring);
+    zcomm::TestTwoThreadsWait(folder, may_use_ring);
+    zcomm::TestFork(folder, may_use_ring);
   }
   zcomm::TestNoThread(folder);
   EXPECT(::rmdir(folder.c_str()) == 0, "files were left in %s", folder.c_str());

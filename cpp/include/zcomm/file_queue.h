@@ -73,7 +73,9 @@ class FileRing;
 // a read fails unless they are what was to be written.
 //
 // Transfers of one file that overlap must not be in flight together: their requests run in any order. Thread-safe.
-// No error ends the process: Wait throws the errors of a transfer, other calls throw their own.
+// No error ends the process: Wait throws the errors of a transfer, other calls throw their own. In a forked child,
+// which has none of the threads, every call throws std::runtime_error, and the destructor only closes the child's
+// files.
 class FileQueue {
  public:
   // Uses io_uring if `may_use_ring`, liburing was found at build time and the kernel allows it; otherwise threads, one
@@ -108,7 +110,7 @@ class FileQueue {
   std::uint64_t Write(int file, std::uint64_t offset, const void* data, std::size_t nbytes);
   bool IsDone(std::uint64_t ticket);
   // Returns when the transfer is complete, or throws the FileError of its first failed request by offset. Call it once
-  // for each ticket.
+  // for each ticket: of several calls, one returns and the others throw std::invalid_argument.
   void Wait(std::uint64_t ticket);
 
  private:
@@ -140,6 +142,7 @@ class FileQueue {
     std::size_t moved_nbytes = 0;
   };
 
+  void CheckProcess() const;
   static File OpenFile(const std::string& path, int flags);
   int Add(File file);
   File& At(int file);
