@@ -277,7 +277,7 @@ void FileQueue::ServeRing(std::vector<Request>* slots) {
       lock.lock();
     }
     lock.unlock();
-    ring_->WaitForSome(ended);
+    ring_->WaitForSome(std::ref(ended));  // not `ended` itself: a function of it would be allocated
     lock.lock();
   }
 }

@@ -1,10 +1,13 @@
 #include "file_ring.h"
 
 #ifdef ZCOMM_HAS_URING
+#include <fcntl.h>
 #include <liburing.h>
+#include <poll.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #endif
 
@@ -12,6 +15,9 @@ namespace zcomm {
 
 #ifdef ZCOMM_HAS_URING
 namespace {
+
+// Of one operation, whose length and result have 32 bits. The caller continues after it, as after any short count.
+constexpr std::size_t kMaxNbytes = std::size_t{1} << 30;
 
 // Errors after which the same submission can succeed.
 bool IsPassing(int error) { return error == -EINTR || error == -EAGAIN || error == -EBUSY; }
@@ -30,9 +36,10 @@ class UringRing : public FileRing {
   }
 
   int StartOperation(std::size_t slot, const Operation& of) override {
+    if (broken_ != 0) return broken_;
     io_uring_sqe* entry = ::io_uring_get_sqe(&ring_);
     if (entry == nullptr) return EBUSY;  // never: there is an entry for each slot, and each is submitted at once
-    const auto nbytes = static_cast<unsigned>(of.nbytes);
+    const auto nbytes = static_cast<unsigned>(std::min(of.nbytes, kMaxNbytes));
     if (of.is_write) {
       ::io_uring_prep_write(entry, of.descriptor, of.data, nbytes, of.offset);
     } else {
@@ -44,7 +51,12 @@ class UringRing : public FileRing {
 
   void WaitForSome(const std::function<void(std::size_t, int)>& ended) override {
     io_uring_cqe* entry = nullptr;
-    if (::io_uring_wait_cqe(&ring_, &entry) != 0) return;  // interrupted by a signal
+    if (broken_ != 0) {
+      PollForSome();
+      if (::io_uring_peek_cqe(&ring_, &entry) != 0) return;
+    } else if (::io_uring_wait_cqe(&ring_, &entry) != 0) {
+      return;  // interrupted by a signal
+    }
     do {
       const std::uint64_t slot = ::io_uring_cqe_get_data64(entry);
       const int result = entry->res;
@@ -75,6 +87,16 @@ class UringRing : public FileRing {
     ::io_uring_prep_read(entry, wake_, &woken_, sizeof(woken_), 0);
     ::io_uring_sqe_set_data64(entry, kWake);
     return Submit();
+  }
+
+  // Of a broken ring, which reads the eventfd no more: returns when Wake was called or an operation that had started is
+  // complete. The last read may still be under way and be the one that gets the count: ours must not wait for another.
+  void PollForSome() {
+    ::fcntl(wake_, F_SETFL, O_NONBLOCK);
+    pollfd ready[] = {{wake_, POLLIN, 0}, {ring_.ring_fd, POLLIN, 0}};
+    ::poll(ready, 2, -1);
+    std::uint64_t count = 0;
+    static_cast<void>(::read(wake_, &count, sizeof(count)) < 0);
   }
 
   // After a permanent error nothing more is submitted. An entry whose submission failed is still in the queue: a later

@@ -1,19 +1,44 @@
 #include "zcomm/file_queue.h"
 
 #include <stdlib.h>
+#include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
+#ifdef __linux__
+#include <linux/filter.h>
+#include <linux/seccomp.h>
+#include <sys/prctl.h>
+#include <sys/syscall.h>
+#endif
+
 #include <atomic>
 #include <csignal>
+#include <cstddef>
 #include <filesystem>
 #include <fstream>
 #include <iterator>
 #include <memory>
+#include <new>
 #include <thread>
 
 #include "test_util.h"
+
+namespace {
+
+thread_local bool is_main = false;
+std::atomic<std::size_t> allocations_of_others{0};
+
+}  // namespace
+
+void* operator new(std::size_t nbytes) {
+  if (!is_main) ++allocations_of_others;
+  if (void* data = std::malloc(nbytes)) return data;
+  throw std::bad_alloc();
+}
+void operator delete(void* data) noexcept { std::free(data); }
+void operator delete(void* data, std::size_t) noexcept { std::free(data); }
 
 namespace zcomm {
 namespace {
@@ -140,6 +165,22 @@ void TestNoSpaceForChecksums(const std::string& folder, bool may_use_ring) {
   ::unlink(path.c_str());
 }
 
+// A request of 2^32 bytes: a length of 32 bits would be 0.
+void TestLargeRequest(const std::string& folder, bool may_use_ring) {
+  constexpr std::size_t kNbytes = std::size_t{1} << 32;
+  void* data = ::mmap(nullptr, kNbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  EXPECT(data != MAP_FAILED, "mmap");
+  const std::string path = folder + "/small";
+  {
+    FileQueue queue(1, kNbytes, may_use_ring);
+    const int file = queue.Create(path, 2 * kFileAlignment);
+    const auto past = ErrorOf([&] { queue.Wait(queue.Read(file, 0, data, kNbytes)); });
+    EXPECT(past.first == ENODATA && Contains(past.second, "read 8192 of 4294967296 bytes"), "%s", past.second.c_str());
+  }
+  ::munmap(data, kNbytes);
+  ::unlink(path.c_str());
+}
+
 void TestTwoThreadsWait(const std::string& folder, bool may_use_ring) {
   const Buffer data = MakeBuffer(256 * kFileAlignment);
   const std::string path = folder + "/waited";
@@ -216,6 +257,57 @@ void TestFork(const std::string& folder, bool may_use_ring) {
   queue.reset();
   ::unlink(path.c_str());
 }
+
+void TestThreadsDoNotAllocate(const std::string& folder, bool may_use_ring) {
+  const Buffer data = MakeBuffer(2 * kFileAlignment);
+  const std::string path = folder + "/unallocated";
+  FileQueue queue(2, kFileAlignment, may_use_ring);
+  const int file = queue.Create(path, 2 * kFileAlignment, FileKind::kChecked);
+  const auto write = [&] { queue.Wait(queue.Write(file, 0, data.get(), 2 * kFileAlignment)); };
+  write();
+  const std::size_t before = allocations_of_others;
+  for (int repeat = 0; repeat < 20; ++repeat) write();
+  EXPECT(allocations_of_others == before, "%s: %zu allocations, which may fail", FileEngineName(queue.engine()),
+         allocations_of_others - before);
+  ::unlink(path.c_str());
+}
+
+#if defined(__linux__) && defined(__NR_io_uring_enter)
+// From now on the kernel refuses every submission to a ring of this process, but not a wait.
+bool RefuseSubmissions() {
+  sock_filter code[] = {
+      BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, nr)),
+      BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, __NR_io_uring_enter, 0, 3),
+      BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, args[1])),  // how many are submitted
+      BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, 0, 1, 0),
+      BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | EPERM),
+      BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
+  };
+  const sock_fprog program{sizeof(code) / sizeof(code[0]), code};
+  ::prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0);
+  return ::syscall(__NR_seccomp, SECCOMP_SET_MODE_FILTER, SECCOMP_FILTER_FLAG_TSYNC, &program) == 0;
+}
+
+void TestBrokenRing(const std::string& folder) {
+  InFork([&] {
+    FileQueue queue(2, kFileAlignment, true);
+    const Buffer data = MakeBuffer(kFileAlignment);
+    const int file = queue.Create(folder + "/broken", kFileAlignment);
+    const auto write = [&] { queue.Wait(queue.Write(file, 0, data.get(), kFileAlignment)); };
+    write();
+    if (queue.engine() != FileEngine::kIoUring || !RefuseSubmissions()) {
+      std::puts("skipped: a ring that breaks needs io_uring and seccomp");
+      return;
+    }
+    for (int repeat = 0; repeat < 4; ++repeat) {
+      EXPECT(ErrorOf(write).first == EPERM, "write %d after the ring broke", repeat);
+    }
+  });
+  ::unlink((folder + "/broken").c_str());
+}
+#else
+void TestBrokenRing(const std::string&) {}
+#endif
 
 void TestClosingDropsPendingRequests(const std::string& folder, bool may_use_ring) {
   const Buffer data = MakeBuffer(64 * kFileAlignment);
@@ -294,6 +386,7 @@ void TestNoThread(const std::string&) {}
 }  // namespace zcomm
 
 int main() {
+  is_main = true;
   const std::string folder = zcomm::MakeFolder();
   for (const bool may_use_ring : {false, true}) {  // without io_uring, this runs twice with threads
     for (const std::size_t num_requests : {1, 2, 8}) zcomm::TestTransfers(folder, num_requests, may_use_ring);
@@ -302,9 +395,12 @@ int main() {
     zcomm::TestClosingDropsPendingRequests(folder, may_use_ring);
     zcomm::TestManyTransfers(folder, may_use_ring);
     zcomm::TestNoSpaceForChecksums(folder, may_use_ring);
+    zcomm::TestLargeRequest(folder, may_use_ring);
     zcomm::TestTwoThreadsWait(folder, may_use_ring);
     zcomm::TestFork(folder, may_use_ring);
+    zcomm::TestThreadsDoNotAllocate(folder, may_use_ring);
   }
+  zcomm::TestBrokenRing(folder);
   zcomm::TestNoThread(folder);
   EXPECT(::rmdir(folder.c_str()) == 0, "files were left in %s", folder.c_str());
   return 0;
