@@ -11,6 +11,7 @@
 #include <exception>
 #include <memory>
 #include <mutex>
+#include <new>
 #include <system_error>
 #include <thread>
 #include <utility>
@@ -90,9 +91,12 @@ class Pool {
     } catch (const std::system_error&) {  // no more threads allowed: the existing ones and the caller do the work
     }
     if (!is_worker) AvoidCpuOfCaller();
-    for (std::size_t i = 0; i < std::min(num_helpers, workers_.size()); ++i) {
-      queue_.push_back(job);
-      wake_.notify_one();
+    try {
+      for (std::size_t i = 0; i < std::min(num_helpers, workers_.size()); ++i) {
+        queue_.push_back(job);
+        wake_.notify_one();
+      }
+    } catch (const std::bad_alloc&) {  // the caller must stay: those that have the job call its function
     }
   }
 

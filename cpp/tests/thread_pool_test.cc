@@ -6,10 +6,28 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <chrono>
+#include <cstdlib>
+#include <functional>
+#include <new>
 #include <stdexcept>
 #include <thread>
 
 #include "test_util.h"
+
+namespace {
+
+thread_local std::size_t allocations_until_failure = 0;  // 0: none fails
+
+}  // namespace
+
+void* operator new(std::size_t nbytes) {
+  if (allocations_until_failure > 0 && --allocations_until_failure == 0) throw std::bad_alloc();
+  if (void* data = std::malloc(nbytes)) return data;
+  throw std::bad_alloc();
+}
+void operator delete(void* data) noexcept { std::free(data); }
+void operator delete(void* data, std::size_t) noexcept { std::free(data); }
 
 namespace zcomm {
 namespace {
@@ -63,6 +81,31 @@ void CheckNestedAndConcurrentCalls() {
   for (int i = 0; i < 4; ++i) callers.emplace_back(call);
   for (std::thread& caller : callers) caller.join();
   EXPECT(sum == 4 * 50 * 64, "%zu", sum.load());
+}
+
+// Wherever the caller runs out of memory, no range is called after ParallelFor has thrown.
+void CheckNoMemory() {
+  constexpr std::size_t kThreads = 200;  // their jobs fill several pieces of the pool's queue
+  std::atomic<bool> has_left{false};
+  std::atomic<std::size_t> num_calls{0};
+  std::atomic<std::size_t> num_late{0};
+  const std::function<void(std::size_t, std::size_t)> body = [&](std::size_t, std::size_t) {
+    ++num_calls;
+    if (has_left) ++num_late;
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  };
+  ParallelFor(4 * kThreads, 1, kThreads, body);  // starts the workers
+  for (std::size_t failure = 1; failure <= 6; ++failure) {
+    num_calls = 0;
+    has_left = false;
+    allocations_until_failure = failure;
+    const bool has_failed = !MessageOf<std::bad_alloc>([&] { ParallelFor(4 * kThreads, 1, kThreads, body); }).empty();
+    has_left = true;
+    allocations_until_failure = 0;
+    if (has_failed) std::this_thread::sleep_for(std::chrono::milliseconds(100));
+    EXPECT(num_late == 0, "allocation %zu: %zu calls came late", failure, num_late.load());
+    EXPECT(has_failed || num_calls == 4 * kThreads, "allocation %zu: only %zu calls", failure, num_calls.load());
+  }
 }
 
 // The child has none of the parent's workers.
@@ -140,6 +183,7 @@ int main() {
   zcomm::CheckException();
   zcomm::CheckNestedAndConcurrentCalls();
   zcomm::CheckAfterFork([] { zcomm::CheckEveryIndexOnce(1000, 1, 3); });
+  zcomm::CheckAfterFork(zcomm::CheckNoMemory);
 #ifdef __linux__
   zcomm::CheckAfterFork(zcomm::CheckWorkersRunBesideTheCaller);
 #endif
