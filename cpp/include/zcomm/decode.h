@@ -15,7 +15,7 @@ namespace zcomm {
 //
 // Throws std::invalid_argument on bad arguments and on a wrong trailer (CheckTrailers), before anything is written.
 // Thread-safe. `input` and `output` must not overlap. The bits do not depend on num_threads, the ISA level or denormal
-// modes.
+// modes; NaNs count as equal.
 void Decode(const MessageLayout& layout, const ConstMessages& input, const MutableRows& output,
             std::size_t num_threads);
 

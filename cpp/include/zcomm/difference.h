@@ -10,7 +10,8 @@ namespace zcomm {
 
 // Deltas (N11 of zcomm/_formats/reference.py): changes since a value was last sent. Each function makes one pass over
 // the data. Both throw std::invalid_argument on bad arguments and on a wrong trailer, before anything is written.
-// Thread-safe. No two buffers may overlap. The bits do not depend on num_threads, the ISA level or denormal modes.
+// Thread-safe. No two buffers may overlap. The bits do not depend on num_threads, the ISA level or denormal modes; NaNs
+// count as equal.
 
 // Encodes `input` - `held`, subtracted in float32, as Quantize does. `held` has input's strides.
 void QuantizeDifference(const MessageLayout& layout, const ConstRows& input, DType held_dtype, const void* held,

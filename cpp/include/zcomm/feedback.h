@@ -34,7 +34,7 @@ bool CanHaveResidual(const MessageLayout& layout);
 //
 // The output's layout has one segment and CanHaveResidual holds for it. Throws std::invalid_argument on bad arguments
 // and on a wrong trailer, before anything is written. Thread-safe. No two buffers may overlap. The bits do not depend
-// on num_threads, the ISA level or denormal modes.
+// on num_threads, the ISA level or denormal modes; NaNs count as equal.
 
 // Quantize (quantize.h) with a residual.
 void QuantizeWithResidual(const MessageLayout& layout, const ConstRows& input, const MutableMessages& output,

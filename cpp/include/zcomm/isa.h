@@ -2,7 +2,8 @@
 
 namespace zcomm {
 
-// Instruction sets that the kernels are compiled for. Every level gives the same bits. On arm64 kBaseline is NEON.
+// Instruction sets that the kernels are compiled for. Every level gives the same bits, but for the sign and the payload
+// of a NaN: NaNs count as equal. On arm64 kBaseline is NEON.
 enum class Isa : int { kBaseline = 0, kAvx2 = 1, kAvx512 = 2 };
 
 // The best level that is in this binary and that both the CPU and the operating system support.

@@ -55,7 +55,7 @@ struct Shard {
 // One step of the whole shard. bfloat16 moments are rounded stochastically: a change of v is often smaller than half a
 // bfloat16 step, and rounding to nearest would lose it every time. Element e of moment1 takes word e of `draw`; moment2
 // takes the same words under draw's next tensor number. Throws std::invalid_argument before anything is written.
-// Thread-safe. The bits do not depend on num_threads, the ISA level or denormal modes.
+// Thread-safe. The bits do not depend on num_threads, the ISA level or denormal modes; NaNs count as equal.
 void OptimizerStep(const StepOptions& options, const Shard& shard, const std::optional<Draw>& draw,
                    std::size_t num_threads);
 

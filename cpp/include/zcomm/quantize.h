@@ -20,7 +20,8 @@ namespace zcomm {
 // message_stride + segment * segment_stride + e. Other codecs ignore `draw`.
 //
 // Throws std::invalid_argument on bad arguments (CheckRows, CheckMessages, CheckThreads). Thread-safe. `input` and
-// `output` must not overlap. The bits do not depend on num_threads, the ISA level or denormal modes.
+// `output` must not overlap. The bits do not depend on num_threads, the ISA level or denormal modes; NaNs count as
+// equal.
 void Quantize(const MessageLayout& layout, const ConstRows& input, const MutableMessages& output, const Draw* draw,
               std::size_t num_threads);
 

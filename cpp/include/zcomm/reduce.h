@@ -14,7 +14,7 @@ namespace zcomm {
 //
 // Throws std::invalid_argument on bad arguments and on a wrong trailer (CheckTrailers), before anything is written.
 // Thread-safe. Inputs and outputs must not overlap. The bits do not depend on num_threads, the ISA level or denormal
-// modes.
+// modes; NaNs count as equal.
 
 // output = sum / divisor: one IEEE division in float32 (none for divisor 1), rounded to output.dtype. Segment s goes to
 // output.data[s * output.segment_stride]; output.message_stride is unused.
