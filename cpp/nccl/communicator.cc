@@ -90,6 +90,7 @@ void Communicator::RunPlan(const char* name, const Plan& plan, const Place& plac
   const std::lock_guard<std::mutex> lock(mutex_);
   const auto deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(timeout_);
   const Queueing queueing(&queueing_deadline_, deadline);
+  queued_name_ = name;
   const bool is_captured = device_->IsCapturing(place.stream);
   if (!is_captured) Poll();  // queries events, which would invalidate a capture
   ThrowIfFailed();
@@ -107,16 +108,16 @@ void Communicator::RunPlan(const char* name, const Plan& plan, const Place& plac
       pipeline_.Run(plan, workspace, place.stream);
       device_->Record(workspace_free_, place.stream);
     }
+    if (!is_captured) {  // an event recorded in a capture cannot be queried: no deadline is kept
+      if (idle_events_.empty()) idle_events_.push_back(device_->CreateEvent());
+      device_->Record(idle_events_.back(), place.stream);
+      in_flight_.push_back({idle_events_.back(), deadline, name, flow});
+      idle_events_.pop_back();
+    }
+    // Last: whichever step was stuck and has returned since, the results are undefined.
     if (is_stuck_) throw std::runtime_error("aborted while it was being queued");
-    if (is_captured) return;  // an event recorded in a capture cannot be queried: no deadline is kept
-    if (idle_events_.empty()) idle_events_.push_back(device_->CreateEvent());
-    device_->Record(idle_events_.back(), place.stream);
-    in_flight_.push_back({idle_events_.back(), deadline, name, flow});
-    idle_events_.pop_back();
   } catch (const std::exception& error) {
-    Fail(!is_stuck_              ? std::string(name) + " failed: " + error.what()
-         : stuck_reason_.empty() ? TimeoutText(name)
-                                 : stuck_reason_);
+    Fail(is_stuck_ ? StuckText() : std::string(name) + " failed: " + error.what());
     ThrowIfFailed();
   }
 }
@@ -194,6 +195,8 @@ void Communicator::ThrowIfFailed() const {
 // Removes completed calls. Fails if one is past its deadline, or if NCCL reports an error. Requires mutex_.
 void Communicator::Poll() {
   if (!failure_.empty()) return;
+  // The abort may have come when the call was all but queued. Aborted work counts as done: only this tells of it.
+  if (is_stuck_) return Fail(StuckText());
   try {
     while (!in_flight_.empty() && device_->IsDone(in_flight_.front().end)) {
       idle_events_.push_back(in_flight_.front().end);
@@ -246,6 +249,10 @@ void Communicator::AbortWhileQueueing(const std::string& reason) {
   AbortHops();
 }
 
+std::string Communicator::StuckText() const {
+  return stuck_reason_.empty() ? TimeoutText(queued_name_) : stuck_reason_;
+}
+
 std::string Communicator::TimeoutText(const char* name) const {
   return std::string(name) + " timed out after " + std::to_string(timeout_.count()) + " s";
 }
@@ -253,7 +260,7 @@ std::string Communicator::TimeoutText(const char* name) const {
 // Waits until all calls are complete. Returns false if the deadline passes or the communicator fails. Requires mutex_.
 bool Communicator::DrainUntil(Clock::time_point deadline) {
   for (Poll(); failure_.empty() && !in_flight_.empty(); Poll()) {
-    if (is_stuck_ || Clock::now() > deadline) return false;
+    if (Clock::now() > deadline) return false;
     std::this_thread::sleep_for(kPollInterval);
   }
   return failure_.empty();

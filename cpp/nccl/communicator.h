@@ -83,6 +83,7 @@ class Communicator {
   void Watch();
   void AbortIfQueueingTimedOut();
   void AbortWhileQueueing(const std::string& reason);
+  std::string StuckText() const;
   std::string TimeoutText(const char* name) const;
   bool DrainUntil(Clock::time_point deadline);
   void ThrowIfFailed() const;
@@ -107,7 +108,8 @@ class Communicator {
   // Of the oldest call in flight, or of the one being queued. Atomic: AbortWhileQueueing reads it without mutex_.
   std::atomic<Flow> oldest_flow_{Flow::kOutward};
   std::vector<Event> idle_events_;
-  std::string failure_;  // the first error; empty if there is none
+  const char* queued_name_ = "";  // of the call that is being queued, or was last
+  std::string failure_;           // the first error; empty if there is none
 
   // The watch thread and Abort() use the following while another thread hangs in a call and holds mutex_.
   std::atomic<Clock::rep> queueing_deadline_{0};  // deadline of the call that is being queued; 0: there is none

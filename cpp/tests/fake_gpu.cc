@@ -70,10 +70,11 @@ void FakeWorld::FailAt(std::size_t rank, std::size_t number) {
   ranks_[rank].fail_at = number;
 }
 
-void FakeWorld::HangAt(std::size_t rank, std::size_t number) {
+void FakeWorld::HangAt(std::size_t rank, std::size_t number, bool then_fails) {
   const std::lock_guard<std::mutex> lock(mutex_);
   ranks_[rank].num_calls = 0;
   ranks_[rank].hang_at = number;
+  ranks_[rank].hang_fails = then_fails;
 }
 
 void FakeWorld::Shorten(std::size_t rank, std::size_t number) {
@@ -155,7 +156,7 @@ void FakeWorld::MayFail(std::size_t rank, const char* name) {
     std::unique_lock<std::mutex> lock(mutex_, std::adopt_lock);
     changed_.wait(lock, [&] { return counts.is_aborted; });
     lock.release();  // the caller's lock has it
-    throw std::runtime_error("aborted");
+    if (counts.hang_fails) throw std::runtime_error("aborted");
   }
   if (number == counts.fail_at) throw std::runtime_error("injected failure in " + std::string(name));
 }

@@ -38,8 +38,9 @@ class FakeWorld {
   void ForgetWait(std::size_t rank, std::size_t number);
   // The `number`-th transfer of rank `rank` leaves the end of everything it receives as it was.
   void Shorten(std::size_t rank, std::size_t number);
-  // The `number`-th call of rank `rank` that may fail does not return before the rank's transports are aborted.
-  void HangAt(std::size_t rank, std::size_t number);
+  // The `number`-th call of rank `rank` that may fail does not return before the rank's transports are aborted. Then it
+  // fails or does its work.
+  void HangAt(std::size_t rank, std::size_t number, bool then_fails = true);
   // Calls that may fail, and waits, of a rank since it was last asked.
   std::size_t TakeNumCalls(std::size_t rank);
   std::size_t TakeNumWaits(std::size_t rank);
@@ -101,6 +102,7 @@ class FakeWorld {
     std::map<std::string, std::size_t> counts;
     std::size_t fail_at = SIZE_MAX;
     std::size_t hang_at = SIZE_MAX;
+    bool hang_fails = true;
     bool is_aborted = false;
     std::vector<std::vector<std::size_t>> aborted;
     std::size_t forget_at = SIZE_MAX;

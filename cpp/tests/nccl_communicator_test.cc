@@ -286,20 +286,29 @@ void CheckOrderOfAborts() {
   }
 }
 
-// A call of CUDA or NCCL hangs: every call of a collective in turn.
+// A call of CUDA or NCCL hangs, and fails or returns when it is aborted: every call of a collective in turn.
 void CheckStuckCalls() {
   const Case c = OneHop(Collective::kReduce, 2, kInt8, 300);
-  std::size_t number = 0;
-  for (bool is_over = false; !is_over; ++number) {
-    FakeWorld world(static_cast<std::uint32_t>(number));
-    FakeRanks ranks(&world, c, /*timeout_s=*/0.02);
-    world.TakeCounts(0);
-    world.HangAt(0, number);
-    const std::string error = MessageOf<std::runtime_error>([&] { ranks.Call(0); });
-    is_over = error.empty();  // there is no such call
-    EXPECT(is_over || Contains(error, "reduce_scatter timed out after 0.02"), "call %zu: %s", number, error.c_str());
+  std::size_t num_calls = 0;
+  {
+    FakeWorld world(1);
+    FakeRanks ranks(&world, c);
+    world.TakeNumCalls(0);
+    ranks.CallAll();
+    num_calls = world.TakeNumCalls(0);
+    world.Synchronize();
   }
-  EXPECT(number > 15, "only %zu calls", number);
+  EXPECT(num_calls > 15, "only %zu calls", num_calls);
+  for (std::size_t number = 0; number < num_calls; ++number) {
+    for (const bool then_fails : {true, false}) {
+      FakeWorld world(static_cast<std::uint32_t>(number));
+      FakeRanks ranks(&world, c, /*timeout_s=*/0.02);
+      world.HangAt(0, number, then_fails);
+      const std::string error = MessageOf<std::runtime_error>([&] { ranks.Call(0); });
+      EXPECT(Contains(error, "reduce_scatter timed out after 0.02"), "call %zu: %s", number, error.c_str());
+      EXPECT(Contains(ranks.communicator(0)->Finish(), "timed out"), "Finish after call %zu", number);
+    }
+  }
 }
 
 // Abort() in another thread does not wait for a call that hangs, but ends it.
@@ -318,6 +327,21 @@ void CheckAbortWhileQueueing() {
   EXPECT(Contains(error, "the ranks make different calls"), "%s", error.c_str());
   EXPECT(Contains(MessageOf<std::runtime_error>([&] { ranks.Call(0); }), "the ranks make different calls"),
          "the next call");
+}
+
+// Abort() ends the wait of Finish(), which gives its reason.
+void CheckAbortWhileFinishing() {
+  const Case c = OneHop(Collective::kReduce, 2, kInt8, 300);
+  FakeWorld world(1);
+  FakeRanks ranks(&world, c, /*timeout_s=*/60);
+  ranks.Call(0);
+  std::thread other([&] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    ranks.communicator(0)->Abort("the ranks make different calls");
+  });
+  const std::string error = ranks.communicator(0)->Finish();
+  other.join();
+  EXPECT(error == "the ranks make different calls", "%s", error.c_str());
 }
 
 // A graph is captured once and runs twice, each time on the current input.
@@ -463,6 +487,7 @@ int main(int argc, char** argv) {
       {"CheckTimeoutAndAbort", CheckTimeoutAndAbort},
       {"CheckOrderOfAborts", CheckOrderOfAborts},
       {"CheckAbortWhileQueueing", CheckAbortWhileQueueing},
+      {"CheckAbortWhileFinishing", CheckAbortWhileFinishing},
       {"CheckStuckCalls", CheckStuckCalls},
       {"CheckEveryFailure", CheckEveryFailure},
       {"CheckEveryWaitIsNeeded", CheckEveryWaitIsNeeded},
