@@ -26,9 +26,10 @@ from torch import Tensor, nn
 import zero
 from tests.lost_power import Returned, disks, restore, watching
 from tests.ranks import run_ranks
+from tests.zero.delayed import CPU
 from tests.zero.models import new_model
 from tests.zero.publications import LAST, follow, model_at, publish, publish_all, values_of
-from tests.zero.training import zero_optimizer
+from tests.zero.training import train, zero_optimizer
 from zero._publish import manifest as manifests
 from zero._publish import publisher as publishers
 from zero._publish import subscriber as subscribers
@@ -364,6 +365,40 @@ def _check_failing_rank(rank: int, folder: str, failing: int) -> None:
 @pytest.mark.parametrize("failing", [0, 1])
 def test_an_error_on_one_rank_is_raised_on_all(tmp_path: Path, failing: int) -> None:
     run_ranks(2, _check_failing_rank, str(tmp_path), failing)
+
+
+def _check_errors_within_collective_copies(rank: int, folder: str) -> None:
+    """The copy exchanges where shards are in files, or an update is late: a rank with an error still takes part."""
+    tier = {"device": "nvme", "nvme_path": folder}
+    in_files = {"stage": 3, "offload_param": tier, "offload_optimizer": tier}
+    for number, settings in enumerate([in_files, CPU | {"stage": 2}]):
+        path, model = Path(folder) / str(number), new_model(torch.bfloat16)
+
+        def failing(values: Iterator[Tensor]) -> None:
+            next(values)
+            raise MemoryError("in the loop")
+
+        with zero_optimizer(model, **settings) as optimizer, zero.Publisher(optimizer, path) as publisher:
+            train(model, optimizer, rank, steps=3)
+            publisher.publish(1.5 if rank else 1)  # type: ignore[arg-type]
+            with pytest.raises(zero.PublicationError, match=r"rank 1 could not copy.*whole number"):
+                publisher.wait()
+            train(model, optimizer, rank, steps=1)
+            with pytest.MonkeyPatch.context() as changed:
+                if rank:
+                    changed.setattr(publisher, "_compared", failing)
+                publisher.publish(2)
+            with pytest.raises(zero.PublicationError, match=r"rank 1 could not copy.*in the loop"):
+                publisher.wait()
+            _wait_for(publisher, 3)
+        if rank == 0:
+            subscriber = zero.Subscriber(path, {})
+            subscriber.update()
+            assert subscriber.version == 3
+
+
+def test_an_error_of_one_rank_does_not_leave_the_others_in_a_collective_copy(tmp_path: Path) -> None:
+    run_ranks(2, _check_errors_within_collective_copies, str(tmp_path))
 
 
 def _check_other_folder(rank: int, folder: str) -> None:

@@ -174,7 +174,8 @@ class Publisher:
         self.wait()
         job = _Publication(None, False, {}, None)
         try:
-            job = _Publication(_version_of(version), bool(snapshot), self._changed(), None)
+            changed = self._changed()  # first, whatever the arguments are: it may be collective
+            job = _Publication(_version_of(version), bool(snapshot), changed, None)
         except Exception as caught:
             if is_agreed(caught) or self.topology is None:
                 raise
@@ -226,10 +227,19 @@ class Publisher:
             self._first.close()
 
     def _changed(self) -> dict[int, Tensor]:
-        """Copies of the chunks of this rank that differ from the last publication, by number."""
+        """Copies of the chunks of this rank that differ from the last publication, by number. May be collective."""
+        values = self._weights.values()
+        try:
+            return self._compared(values)
+        except Exception:
+            for _ in values:  # the other ranks wait for this one in what is collective of the rest
+                pass
+            raise
+
+    def _compared(self, values: Iterator[Tensor]) -> dict[int, Tensor]:
         changed, sizes = {}, iter(enumerate(self._chunks))
         number, chunk, buffer, at = -1, None, torch.empty(0), 0
-        for piece in self._weights.values():
+        for piece in values:
             start, numel = 0, piece.numel()
             while start < numel:
                 if chunk is None:
