@@ -12,6 +12,7 @@ import resource
 import shutil
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -174,6 +175,80 @@ def test_an_interrupt_at_any_line_leaves_one_version(tmp_path: Path) -> None:
     assert steps > 50
 
 
+@contextmanager
+def _held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """The thread of publishers writes nothing until the event is set."""
+    may_write, write = threading.Event(), publishers.Publisher._write
+
+    def late(*args: Any) -> Any:
+        assert may_write.wait(30)
+        return write(*args)
+
+    with monkeypatch.context() as changed:
+        changed.setattr(publishers.Publisher, "_write", late)
+        yield may_write
+        may_write.set()
+
+
+@contextmanager
+def _interrupted() -> Iterator[None]:
+    """Within the block, KeyboardInterrupt after a moment of waiting."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            yield
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_an_interrupted_wait_loses_no_publication(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the next one would be compared with values that are not the last published ones."""
+    model = model_at(1)
+    with zero.Publisher(model, tmp_path) as publisher:
+        publish(model, publisher, 1)
+        with _held(monkeypatch) as may_write:
+            for param in model.parameters():
+                nn.init.constant_(param, 2)
+            publisher.publish(2)
+            for param in model.parameters():
+                nn.init.constant_(param, 1)  # as in publication 1: equal to what is kept of it
+            with _interrupted():
+                publisher.publish(3)
+            may_write.set()
+            publisher.publish(3)
+        publisher.wait()
+        ours = model_at(-1)
+        subscriber = zero.Subscriber(tmp_path, ours)
+        subscriber.update()
+        assert (subscriber.version, values_of(ours)) == (3, [1])
+
+
+@pytest.mark.parametrize("closes", [False, True])
+def test_an_interrupt_leaves_the_folder_only_when_nothing_is_written_any_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, closes: bool
+) -> None:
+    model = model_at(1)
+    with _held(monkeypatch) as may_write:
+        with _interrupted(), zero.Publisher(model, tmp_path) as publisher:
+            publisher.publish(1)
+            if not closes:
+                publisher.wait()
+        with pytest.raises(zero.PublicationError, match="has a publisher that runs"):
+            zero.Publisher(model, tmp_path)
+        may_write.set()
+        for _ in range(300):
+            if (tmp_path / "n0000000001").exists() and not publisher._values:
+                break
+            time.sleep(0.1)
+    zero.Publisher(model, tmp_path).close()
+    assert follow(tmp_path) == 1
+
+
 def test_a_copy_that_fails_twice_is_completed_by_the_next_update(tmp_path: Path) -> None:
     ours = model_at(-1)
     subscriber = zero.Subscriber(tmp_path, ours)
@@ -199,6 +274,41 @@ def test_a_copy_that_fails_twice_is_completed_by_the_next_update(tmp_path: Path)
     assert len(values_of(ours)) == 2, "torn, after two interrupts"
     subscriber.update()
     assert (subscriber.version, values_of(ours)) == (2, [2])
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_names_that_a_failed_update_has_written_are_returned_by_the_next(tmp_path: Path, *, waits: bool) -> None:
+    model = nn.Sequential(nn.Linear(4, 4, bias=False).bfloat16(), nn.Linear(4, 4, bias=False))  # two chunks, by dtype
+    subscriber = zero.Subscriber(tmp_path, {})
+    with zero.Publisher(model, tmp_path) as publisher, torch.no_grad():
+        _wait_for(publisher, 1)
+        subscriber.update()
+        for version, layer in enumerate(model, 2):
+            layer.weight += 1
+            _wait_for(publisher, version)
+        unreadable = tmp_path / "n0000000003" / "patch-00000.bin"
+        unreadable.rename(tmp_path / "away")
+        with pytest.raises(zero.PublicationError, match="stay at version 2"):
+            subscriber.update()
+        if waits:  # returns them although there is nothing newer
+            shutil.rmtree(tmp_path / "n0000000003")
+            assert subscriber.wait(30) == ["0.weight"]
+        else:
+            (tmp_path / "away").rename(unreadable)
+            assert sorted(subscriber.update()) == ["0.weight", "1.weight"]
+        assert subscriber.update() == []
+
+
+def test_a_killed_run_whose_ranks_still_write_does_not_write_into_another(tmp_path: Path) -> None:
+    model, folders = model_at(), list[str]()
+    for _ in range(2):  # the first rank of the first run is killed between the plan and the end
+        with zero.Publisher(model, tmp_path) as publisher:
+            assert publisher._first is not None
+            pieces = [list(chunk.pieces) for chunk in publisher._chunks]
+            (plan,) = publisher._first.plan([{"version": 1, "snapshot": True, "pieces": pieces}])
+            folders.append(plan["folder"])
+    assert folders[0] != folders[1]
+    assert not Path(folders[0]).exists()
 
 
 def test_a_publisher_killed_while_it_prunes_leaves_no_half_publication(

@@ -185,9 +185,11 @@ class Publisher:
 
     def wait(self) -> None:
         """Wait until what was published last is durable on every rank. Raises its error, once."""
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            pending.result()
+        if (pending := self._pending) is None:
+            return
+        pending.exception()  # an interrupt is raised here: the thread writes on, and the next call waits for it
+        self._pending = None
+        pending.result()
 
     @collective(of=lambda publisher: publisher.topology, alone=True)
     def close(self) -> None:
@@ -199,8 +201,6 @@ class Publisher:
             self.wait()
         finally:
             self._leave()
-            if self.topology is None:
-                self._background.close()
 
     def __enter__(self) -> Publisher:
         return self
@@ -212,16 +212,20 @@ class Publisher:
             self.close()
             return
         # Nothing collective, and no waiting: other ranks may have no error, and be elsewhere.
-        pending, self._pending, self._is_closed = self._pending, None, True
-        if pending is not None:
-            pending.add_done_callback(lambda _: self._leave())
-        else:
-            self._leave()
-        if self.topology is None:
-            self._background.close(waits=False)
+        self._is_closed = True
+        self._leave()
 
     def _leave(self) -> None:
-        """Free the values, and leave the folder."""
+        """Free the values, and leave the folder: at once, or when the thread has written what an error cut short."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.add_done_callback(lambda _: self._free())
+        else:
+            self._free()
+        if self.topology is None:
+            self._background.close(waits=pending is None)
+
+    def _free(self) -> None:
         self._values.clear()
         if self._first is not None:
             self._first.close()
@@ -379,7 +383,8 @@ class _FirstRank:
                 raise PublicationError(f"{self._folder} has publication {MAX_NUMBER}, the last: use another folder")
             is_due = base is None or self._since_snapshot + 1 >= self._snapshot_every
             has_snapshot = is_due or any(proposal["snapshot"] for proposal in proposals)
-            path = self._folder / f"{TEMPORARY}{number:010d}"
+            # With the run in it: a rank of a run that was killed may still be writing to the folder that it knows.
+            path = self._folder / f"{TEMPORARY}{self.run}-{number:010d}"
             draft = Manifest(
                 number=number,
                 version=number if versions[0] is None else versions[0],
