@@ -10,6 +10,7 @@ import re
 import shutil
 import threading
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -52,6 +53,40 @@ def test_targets_that_cannot_hold_the_published_values(tmp_path: Path, target: A
         publisher.publish()
     with pytest.raises(LayoutError, match=words):
         zero.Subscriber(tmp_path, target).update()
+
+
+def test_a_target_that_a_zero_optimizer_manages(tmp_path: Path) -> None:
+    """Its masters would not follow."""
+    with zero.Publisher(_linears(), tmp_path) as publisher:
+        publisher.publish()
+    model = _linears()
+    subscriber = zero.Subscriber(tmp_path, model)
+    with closing(zero.ZeroOptimizer(model, torch.optim.SGD, lr=0.1, stage=2)):
+        for each in (subscriber, zero.Subscriber(tmp_path, dict(model.named_parameters()))):
+            with pytest.raises(StateError, match="a ZeroOptimizer manages the target"):
+                each.update()
+
+
+def test_a_target_whose_state_dict_has_copies(tmp_path: Path) -> None:
+    with zero.Publisher(_linears(), tmp_path) as publisher:
+        publisher.publish()
+    model = _linears()
+    before = model[1].weight.clone()
+    model.register_state_dict_post_hook(lambda _, state, *__: state.update({k: v.clone() for k, v in state.items()}))
+    with pytest.raises(LayoutError, match="returns a copy of '0.weight'"):
+        zero.Subscriber(tmp_path, model).update()
+    assert torch.equal(model[1].weight, before)
+
+
+def test_tensors_that_fill_an_empty_dict_can_be_trained_and_changed(tmp_path: Path) -> None:
+    with zero.Publisher(_linears(), tmp_path) as publisher:
+        publisher.publish()
+    read: dict[str, Tensor] = {}
+    with torch.inference_mode():
+        zero.Subscriber(tmp_path, read).update()
+    assert not any(value.is_inference() for value in read.values())
+    read["0.weight"].add_(1)
+    torch.func.functional_call(_linears(), read, (torch.ones(1, 4, requires_grad=True),)).sum().backward()
 
 
 def test_what_is_published_tied_may_be_tied(tmp_path: Path) -> None:

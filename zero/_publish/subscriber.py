@@ -25,7 +25,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from zcomm import LayoutError, MessageError
+from zcomm import LayoutError, MessageError, StateError
 from zcomm._base.rank_context import clock
 from zcomm._kernels import ulps
 from zero._publish.manifest import (
@@ -44,6 +44,7 @@ from zero._publish.manifest import (
     root_of,
 )
 from zero._publish.snapshot_files import SnapshotReader, read_into
+from zero._sharding.bucket import is_managed
 from zero._storage.safetensors_file import as_bytes
 from zero.errors import PublicationError
 
@@ -99,18 +100,19 @@ class Subscriber:
         """Bring the weights to the newest version, if they are not there yet.
 
         Returns:
-            The names of the tensors that were written; none if nothing is published, or nothing new.
+            The names of the tensors that were written since the names were returned last, those of calls that raised
+            among them; none if nothing is published, or nothing new.
 
         Raises:
             PublicationError: The newest version cannot be reached: what it needs is missing, damaged, of another run,
                 or of another version of the format. The weights are those of :attr:`version`, the best that can be
                 reached. The next call tries again.
             LayoutError: The target has other tensors, dtypes or shapes than what is published, ties tensors that were
-                published apart, or is on the meta device. It is unchanged.
+                published apart, is on the meta device, or is a model whose state dict has copies. It is unchanged.
+            StateError: A ZeroOptimizer manages the target: its next step would write its own weights over these.
 
         Cost if nothing is new: the names in the folder, and one manifest.
         """
-        self._names = {}
         self._write()  # what an interrupt has left
         for attempt in range(ATTEMPTS):
             numbers = numbers_in(self._folder)
@@ -121,14 +123,15 @@ class Subscriber:
             except PublicationError:
                 if attempt == ATTEMPTS - 1 or numbers_in(self._folder) == numbers:
                     raise
-        return list(self._names)
+        names, self._names = list(self._names), {}
+        return names
 
     def wait(self, timeout: float, *, poll_s: float = 0.1) -> list[str]:
         """:meth:`update` as soon as there is something new; looks every ``poll_s`` seconds, ``timeout`` at most."""
         end, before = clock().monotonic() + timeout, self._now
         while True:
             names = self.update()
-            if self._now is not before or clock().monotonic() >= end:
+            if names or self._now is not before or clock().monotonic() >= end:
                 return names
             clock().sleep(poll_s)
 
@@ -290,15 +293,29 @@ class Subscriber:
         self._next = None
 
     def _given(self) -> Mapping[str, Tensor]:
-        if not isinstance(self._target, nn.Module):
-            return self._target
-        return {name: value for name, value in self._target.state_dict().items() if isinstance(value, Tensor)}
+        """The target's tensors.
+
+        Raises:
+            StateError: A ZeroOptimizer manages them.
+        """
+        target = self._target
+        if any(map(is_managed, target.parameters() if isinstance(target, nn.Module) else target.values())):
+            raise StateError(
+                "a ZeroOptimizer manages the target: its masters would not follow, and its next step would write them "
+                "over what is published; follow in a model of your own"
+            )
+        if not isinstance(target, nn.Module):
+            return target
+        return {name: value for name, value in target.state_dict().items() if isinstance(value, Tensor)}
 
     def _tensors(self, layout: PublishedLayout) -> dict[str, Tensor]:
         """The target's tensors, flat; those of an empty dict are created."""
         given = self._given()
         if not given and isinstance(self._target, MutableMapping):
-            self._target.update({n: torch.empty(shape, dtype=dtype) for n, (dtype, shape) in layout.tensors.items()})
+            with torch.inference_mode(False):  # else they could take part in no backward, and be changed nowhere else
+                self._target.update(
+                    {n: torch.empty(shape, dtype=dtype, device="cpu") for n, (dtype, shape) in layout.tensors.items()}
+                )
             given = self._target
         return {name: given[name].detach().view(-1) for name in layout.tensors}
 
@@ -317,11 +334,24 @@ class Subscriber:
                     f"the target must be the published model: {name!r} is {described[0]} {described[1]} in "
                     f"{self._folder}, here {found}; Publisher(dtype=...) publishes another dtype"
                 )
+        if isinstance(self._target, nn.Module):
+            _check_own(self._target, {name: given[name] for name in layout.tensors})
         _check_apart({name: given[name] for name in layout.tensors})
         known = {(given[name].data_ptr(), given[name].shape) for name in layout.tensors}
         extra = [name for name, own in given.items() if own.numel() and (own.data_ptr(), own.shape) not in known]
         if extra:
             raise LayoutError(f"the target must be the published model: {self._folder} does not have {extra[:5]}")
+
+
+def _check_own(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Raise LayoutError if one of ``tensors``, of the state dict of ``model``, is a copy: it would be written alone."""
+    own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+    for name, tensor in tensors.items():
+        if tensor.numel() and tensor.untyped_storage().data_ptr() not in own:
+            raise LayoutError(
+                f"the target must hold its weights: state_dict() of the model returns a copy of {name!r}, which is no "
+                "parameter or buffer; pass the tensors themselves, in a dict by the names of the published model"
+            )
 
 
 def _check_apart(tensors: Mapping[str, Tensor]) -> None:
