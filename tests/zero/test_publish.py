@@ -20,6 +20,7 @@ import pytest
 import safetensors.torch
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 
 import zero
 from tests.ranks import run_ranks
@@ -151,6 +152,28 @@ def test_transformers_and_safetensors_read_a_snapshot(tmp_path: Path, name: str,
     stored = {name: value for file in files for name, value in safetensors.torch.load_file(file).items()}
     assert bits(stored) == {name: expected[name] for name in stored}
     assert stored.keys() == {name for name, _ in model.named_parameters()}  # tied ones once
+
+
+def _maybe_wrapped(*, is_wrapped: bool) -> nn.Module:
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), nn.Linear(4, 4))
+    if is_wrapped:
+        apply_activation_checkpointing(model, check_fn=lambda m: isinstance(m, (nn.Linear, nn.BatchNorm1d)))
+    return model
+
+
+@pytest.mark.parametrize("stage", [None, 1, 3])
+def test_names_are_those_of_the_state_dict_under_activation_checkpointing(tmp_path: Path, stage: int | None) -> None:
+    model = _maybe_wrapped(is_wrapped=True)
+    source = model if stage is None else zero.ZeroOptimizer(model, torch.optim.SGD, lr=0.1, stage=stage)
+    with zero.Publisher(source, tmp_path) as publisher:
+        publisher.publish()
+    expected = _state_of(model)
+    if isinstance(source, zero.ZeroOptimizer):
+        source.close()
+    for is_wrapped in (False, True):
+        ours = _maybe_wrapped(is_wrapped=is_wrapped)
+        zero.Subscriber(tmp_path, ours).update()
+        assert _state_of(ours) == expected
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])

@@ -73,7 +73,7 @@ def test_a_target_whose_state_dict_has_copies(tmp_path: Path) -> None:
     model = _linears()
     before = model[1].weight.clone()
     model.register_state_dict_post_hook(lambda _, state, *__: state.update({k: v.clone() for k, v in state.items()}))
-    with pytest.raises(LayoutError, match="returns a copy of '0.weight'"):
+    with pytest.raises(LayoutError, match=r"returns a copy of '0\.weight'"):
         zero.Subscriber(tmp_path, model).update()
     assert torch.equal(model[1].weight, before)
 
@@ -180,6 +180,27 @@ def test_a_buffer_that_changes_its_form(tmp_path: Path, value: Tensor | None, wo
     assert read["count"].tolist() == [1, 1, 1]
     if isinstance(source, zero.ZeroOptimizer):
         source.close()
+
+
+def _untied(model: nn.Sequential) -> None:
+    model[1].weight = nn.Parameter(torch.ones(4, 4))
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (_untied, "1.weight"),
+        (lambda model: model.append(nn.Linear(4, 4, bias=False)), "2.weight"),
+        (lambda model: model.register_buffer("more", torch.zeros(3)), "more"),
+    ],
+)
+def test_a_tensor_that_the_model_did_not_have(tmp_path: Path, change: Callable[[Any], object], name: str) -> None:
+    model = _linears(is_tied=True)
+    with zero.Publisher(model, tmp_path) as publisher:
+        publisher.publish()
+        change(model)
+        with pytest.raises(LayoutError, match=rf"had no '{name}' of its own .* make another"):
+            publisher.publish()
 
 
 def test_a_parameter_of_another_dtype(tmp_path: Path) -> None:

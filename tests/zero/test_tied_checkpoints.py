@@ -10,14 +10,17 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.optim import SGD, AdamW
 
 import zero
+import zero._checkpoint.flat_parts as flat_parts
 from tests.ranks import run_ranks
 from tests.zero.test_checkpoint import assert_equal_bits, whole_state
 from tests.zero.test_nested_states import TwoSided
 from tests.zero.training import full_values, zero_optimizer
 from zero import CheckpointError
+from zero._checkpoint.model_file import save_model_file
 
 EMBED, OUT = "embed.weight", "out.weight"
 
@@ -116,3 +119,37 @@ def _check_untied(rank: int, folder: str) -> None:
 def test_a_model_that_does_not_tie_them(tmp_path: Path) -> None:
     """Both have the weight that was saved; torch's ``load_state_dict`` does the same."""
     run_ranks(2, _check_untied, str(tmp_path))
+
+
+def _norm(*, is_wrapped: bool) -> nn.Sequential:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    if is_wrapped:
+        apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, nn.BatchNorm1d))
+    return model
+
+
+def _check_wrapped_buffers(rank: int, folder: str) -> None:
+    """Saved now and by earlier releases, which have the wrapper in the names of buffers; loaded with and without it."""
+    path = Path(folder)
+    for tag, is_earlier in (("now", False), ("earlier", True)):
+        saved = _norm(is_wrapped=True)
+        with (
+            zero_optimizer(saved, SGD(saved.parameters(), lr=0.1), stage=2) as optimizer,
+            pytest.MonkeyPatch.context() as changed,
+        ):
+            saved[1].running_mean.fill_(3 + rank)
+            if is_earlier:
+                changed.setattr(flat_parts, "without_wrappers", lambda name: name)
+            zero.save_checkpoint(optimizer, path, tag)
+            save_model_file(optimizer, path / f"{tag}-weights" / "model.safetensors")
+        for is_wrapped in (False, True):
+            model = _norm(is_wrapped=is_wrapped)
+            with zero_optimizer(model, SGD(model.parameters(), lr=0.1), stage=2) as optimizer:
+                zero.load_checkpoint(optimizer, path / f"{tag}-weights", load_module_only=True)
+                assert model[1].running_mean.tolist() == [3] * 4, "of the first rank"
+                zero.load_checkpoint(optimizer, path, tag)
+                assert model[1].running_mean.tolist() == [3 + rank] * 4
+
+
+def test_buffers_under_activation_checkpointing(tmp_path: Path) -> None:
+    run_ranks(2, _check_wrapped_buffers, str(tmp_path))

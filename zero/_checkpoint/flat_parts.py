@@ -51,6 +51,8 @@ from zero.errors import CheckpointError
 SCALARS = {"tensor": Tensor, "int": int, "float": float}
 """Kinds of optimizer states that have one value for a parameter, and their types. A tensor may have more values."""
 NESTED = "nested"
+WRAPPER = "_checkpoint_wrapped_module."
+"""What ``checkpoint_wrapper`` of torch puts into the names that ``named_buffers()`` and ``named_parameters()`` give."""
 
 
 class StateKind(NamedTuple):
@@ -191,7 +193,7 @@ def _scalar_kind(internals: OptimizerParts, local: LocalPart, name: str, value: 
 
 
 def named_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """The persistent buffers of ``model``, by name; one that modules share by its first name that is persistent."""
+    """The persistent buffers of ``model``, by their names in its state dict; one that modules share by the first."""
     transient = {
         f"{prefix}.{name}".lstrip(".")
         for prefix, module in model.named_modules(remove_duplicate=False)
@@ -199,7 +201,12 @@ def named_buffers(model: nn.Module) -> dict[str, Tensor]:
     }
     of_all = [(name, buffer) for name, buffer in model.named_buffers(remove_duplicate=False) if name not in transient]
     first = {id(buffer): name for name, buffer in reversed(of_all)}
-    return {name: buffer for name, buffer in of_all if first[id(buffer)] == name}
+    return {without_wrappers(name): buffer for name, buffer in of_all if first[id(buffer)] == name}
+
+
+def without_wrappers(name: str) -> str:
+    """The name that the state dict has for ``name``: torch's activation checkpointing takes its own modules out."""
+    return name.replace(WRAPPER, "")
 
 
 def digests_of_buffers(runtime: Runtime) -> list[float]:

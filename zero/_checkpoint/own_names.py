@@ -10,20 +10,23 @@ Two parameters have no states of their own in what was saved for one: :mod:`zero
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from zero._checkpoint.flat_parts import kind_of_key, parameter_of_state
+from zero._checkpoint.flat_parts import WRAPPER, kind_of_key, parameter_of_state, without_wrappers
 from zero._checkpoint.index import Index
 from zero._runtime.runtime import Runtime
 
 OF_PARAMETER = ("weight", "published", "replica")
 """Kinds of tensors whose keys have a parameter's name and nothing else."""
+OF_BUFFER = re.compile(r"(rank/\d+/)?buffer/")
 
 
 def under_own_names(index: Index, runtime: Runtime) -> Index:
     """``index`` under the names of the model; ``index`` itself if those are the saved ones."""
+    index = _with_names_of_buffers(index)
     saved: Mapping[str, Any] = index.content["parameters"]
     first_of = {other: name for name, entry in saved.items() for other in entry.get("aliases", ())}
     all_names = names_of_parameters(runtime)
@@ -43,6 +46,16 @@ def under_own_names(index: Index, runtime: Runtime) -> Index:
             tensors.setdefault(f"weight/{name}", index.tensors[f"weight/{source}"])
     content = {**index.content, **_content(index, parameters, heirs)}
     return replace(index, tensors=tensors, content=content, own_names=heirs)
+
+
+def _with_names_of_buffers(index: Index) -> Index:
+    """``index`` with the buffers' names of state dicts: earlier releases saved those with wrappers in them."""
+    saved: Mapping[str, Any] = index.content["buffers"]
+    if not any(WRAPPER in name for name in saved):
+        return index
+    content = {**index.content, "buffers": {without_wrappers(name): entry for name, entry in saved.items()}}
+    tensors = {without_wrappers(key) if OF_BUFFER.match(key) else key: stored for key, stored in index.tensors.items()}
+    return replace(index, tensors=tensors, content=content)
 
 
 def names_of_parameters(runtime: Runtime) -> dict[str, list[str]]:

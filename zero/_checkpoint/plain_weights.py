@@ -14,7 +14,7 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from zcomm import LayoutError
 from zero._checkpoint.durability import make_folder, remove_file, replace_file, sync_folder
-from zero._checkpoint.flat_parts import named_buffers
+from zero._checkpoint.flat_parts import named_buffers, without_wrappers
 from zero._checkpoint.index import CHUNK_NUMEL, Index, StoredChunk, StoredTensor
 from zero._checkpoint.own_names import names_of_parameters
 from zero._runtime.optimizer_parts import OptimizerParts
@@ -225,7 +225,7 @@ def index_of_weights(path: Path, internals: OptimizerParts) -> Index:
     tensors: dict[str, StoredTensor] = {}
     shapes: dict[str, dict[str, Any]] = {"weight": {}, "buffer": {}}
     used: set[str] = set()
-    for kind, name, names in _names(internals):
+    for kind, name, names in _names(internals, entries):
         known = next((n for n in names if n in entries), None)
         if known is not None:
             file, entry = entries[known]
@@ -255,11 +255,12 @@ def _sampled(files: list[Path]) -> str:
     return digest.hexdigest()
 
 
-def _names(internals: OptimizerParts) -> Iterator[tuple[str, str, list[str]]]:
+def _names(internals: OptimizerParts, stored: Iterable[str]) -> Iterator[tuple[str, str, list[str]]]:
     for name, names in names_of_parameters(internals.runtime).items():
         yield "weight", name, names
+    wrapped = {without_wrappers(name): name for name in stored}  # as earlier releases wrote the names of buffers
     for name in named_buffers(internals.runtime.model):
-        yield "buffer", name, [name]
+        yield "buffer", name, [name, wrapped.get(name, name)]
 
 
 def _stored(file: Path, entry: TensorEntry) -> StoredTensor:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from zcomm import ConfigError, LayoutError, StateError, Topology
-from zero._checkpoint.flat_parts import named_buffers
+from zero._checkpoint.flat_parts import named_buffers, without_wrappers
 from zero._publish.manifest import Described, TensorPiece
 from zero._sharding.bucket import Bucket, is_managed
 from zero._storage.safetensors_file import CODES, is_storable
@@ -95,6 +95,19 @@ def _unchanged(name: str, tensors: Mapping[str, Tensor], dtype: torch.dtype, sha
     return found.detach().reshape(-1)
 
 
+def _named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {without_wrappers(name): param for name, param in model.named_parameters()}
+
+
+def _check_no_more(tensors: Mapping[str, Tensor], known: Described) -> None:
+    """Raise LayoutError if the model has tensors that it did not have when the publisher was made."""
+    if more := tensors.keys() - known.keys():
+        raise LayoutError(
+            f"the model had no {min(more)!r} of its own when the publisher was made, and has by now: close it, and "
+            "make another one"
+        )
+
+
 def _whole(described: Described) -> list[TensorPiece]:
     """Every tensor as one piece."""
     pieces = [TensorPiece(name, 0, torch.Size(shape).numel()) for name, (_, shape) in described.items()]
@@ -102,7 +115,7 @@ def _whole(described: Described) -> list[TensorPiece]:
 
 
 def _of_module(model: nn.Module, dtype: torch.dtype | None) -> PublishedWeights:
-    params = dict(model.named_parameters())
+    params = _named_parameters(model)
     if any(is_managed(param) for param in params.values()):
         raise StateError("a ZeroOptimizer manages this model, or zero.Init has built it: publish the ZeroOptimizer")
     for name, param in params.items():
@@ -113,7 +126,8 @@ def _of_module(model: nn.Module, dtype: torch.dtype | None) -> PublishedWeights:
     pieces, common = _whole(described), {_cast(p.dtype, dtype) for p in params.values()}
 
     def values() -> Iterator[Tensor]:
-        tensors: dict[str, Tensor] = {**dict(model.named_parameters()), **named_buffers(model)}
+        tensors: dict[str, Tensor] = {**_named_parameters(model), **named_buffers(model)}
+        _check_no_more(tensors, own)
         for name, _, _ in pieces:
             yield _unchanged(name, tensors, *own[name])
 
@@ -124,8 +138,13 @@ def _of_optimizer(optimizer: ZeroOptimizer, dtype: torch.dtype | None) -> Publis
     runtime, topology = optimizer.parts.runtime, optimizer.topology
     if optimizer.parts.model_parallel.world_size > 1:
         raise StateError("each model-parallel rank has another part of the model, and a folder is of one model")
-    slots = {slot.name: (b.dtype, tuple(slot.shape)) for b in runtime.buckets for slot in b.layout.slots}
-    order = [param.zero_shard.name for param in runtime.model.parameters()]  # type: ignore[attr-defined]
+    slots = {
+        without_wrappers(slot.name): (b.dtype, tuple(slot.shape)) for b in runtime.buckets for slot in b.layout.slots
+    }
+    order = [
+        without_wrappers(param.zero_shard.name)  # type: ignore[attr-defined]
+        for param in runtime.model.parameters()
+    ]
     described: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
         name: (_cast(slots[name][0], dtype), slots[name][1]) for name in order
     }
@@ -137,7 +156,7 @@ def _of_optimizer(optimizer: ZeroOptimizer, dtype: torch.dtype | None) -> Publis
         for piece, master in bucket.master_pieces(runtime.stage):
             # Below stage 1 every rank has all masters.
             if is_sharded or (bucket.index + piece.slot) % topology.world_size == topology.rank:
-                name = bucket.layout.slots[piece.slot].name
+                name = without_wrappers(bucket.layout.slots[piece.slot].name)
                 yield TensorPiece(name, piece.first, piece.first + piece.stop - piece.start), master.detach()
 
     for bucket in runtime.buckets:
@@ -150,6 +169,7 @@ def _of_optimizer(optimizer: ZeroOptimizer, dtype: torch.dtype | None) -> Publis
                 for _, master in own_pieces(bucket):
                     yield master
         of_model = named_buffers(runtime.model)
+        _check_no_more(of_model, buffers)
         for name, _, _ in whole:
             yield _unchanged(name, of_model, *buffers[name])
 
