@@ -28,6 +28,7 @@ from tests.zero.models import new_model
 from tests.zero.public_models import new_public, public_loss
 from tests.zero.training import train, zero_optimizer
 from zcomm import LayoutError, StateError
+from zero._publish import command as commands
 from zero._publish import manifest as manifests
 from zero._publish.subscriber import replayed
 from zero.cli import main
@@ -228,7 +229,7 @@ def test_what_has_not_changed_is_not_sent(tmp_path: Path, monkeypatch: Any) -> N
         model[1].weight.data.neg_()  # equal numbers, other bits
         publisher.publish()
     read: dict[str, Tensor] = {}
-    names = [sorted(c.number for c in m.changes) for m in replayed(tmp_path / "own", read)]
+    names = [sorted(c.number for c in m.changes) for m in replayed(tmp_path / "own", read, [1, 2, 3, 4, 5])]
     assert names == [[], [2], [], [1], [1]]
     assert bits(read) == _state_of(model)
 
@@ -378,6 +379,63 @@ def test_the_lock_is_held_only_while_weights_are_written(tmp_path: Path) -> None
     assert seen == [states[0], states[1], states[1], states[2]]
 
 
+def test_the_default_device_is_not_that_of_values(tmp_path: Path) -> None:
+    model, ours, empty = new_model(torch.bfloat16), new_model(torch.bfloat16, seed=1), dict[str, Tensor]()
+    subscribers = [zero.Subscriber(tmp_path, ours), zero.Subscriber(tmp_path, empty)]
+    with torch.device("meta"), zero.Publisher(model, tmp_path) as publisher:
+        for version in (1, 2):
+            changed_here = model.position.data.view(-1)[version]
+            changed_here.fill_(version)
+            publisher.publish(version)
+            publisher.wait()
+            for subscriber in subscribers:
+                subscriber.update()
+    assert _state_of(ours) == bits(empty) == _state_of(model)
+
+
+def test_a_relative_folder_stays_the_same(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    subscriber = zero.Subscriber("own", {})
+    with zero.Publisher(new_model(), "own") as publisher:
+        monkeypatch.chdir("/")
+        publisher.publish(3)
+    subscriber.update()
+    assert subscriber.version == 3
+
+
+def test_extra_state_is_not_published_and_a_model_may_have_it(tmp_path: Path) -> None:
+    class Scaled(nn.Linear):
+        def get_extra_state(self) -> Tensor:
+            return torch.ones(2)
+
+        def set_extra_state(self, state: Tensor) -> None:
+            pass
+
+    model, ours = nn.Sequential(Scaled(4, 4)), nn.Sequential(Scaled(4, 4))
+    with zero.Publisher(model, tmp_path) as publisher:
+        publisher.publish()
+    assert zero.Subscriber(tmp_path, ours).update() == ["0.weight", "0.bias"]
+    assert torch.equal(ours[0].weight, model[0].weight)
+
+
+def _check_odd_folder(rank: int, folder: str) -> None:
+    path = Path(folder) / os.fsdecode(b"\xff")
+    model = new_model(torch.bfloat16)
+    with zero_optimizer(model, stage=2) as optimizer, zero.Publisher(optimizer, path) as publisher:
+        publisher.publish(5)
+        publisher.wait()
+        with pytest.raises(zero.PublicationError, match="has a publisher that runs"):
+            zero.Publisher(optimizer, path)
+    if rank == 0:
+        subscriber = zero.Subscriber(path, {})
+        subscriber.update()
+        assert subscriber.version == 5
+
+
+def test_a_folder_whose_name_is_no_utf_8(tmp_path: Path) -> None:
+    run_ranks(2, _check_odd_folder, str(tmp_path))
+
+
 def test_waiting_ends_with_a_new_version_or_in_time(tmp_path: Path, published: Any) -> None:
     _, publisher = published
     subscriber = zero.Subscriber(tmp_path, new_model(torch.bfloat16))
@@ -432,3 +490,28 @@ def test_the_command_inspects_verifies_and_materializes(tmp_path: Path, capsys: 
     capsys.readouterr()
     assert main(["publish", str(folder), "--verify"]) == 1
     assert "patch-00000.bin is truncated" in capsys.readouterr().err
+    assert main(["publish", str(folder), "--materialize", str(tmp_path / "again")]) == 0  # the newest is whole
+    assert bits(safetensors.torch.load_file(tmp_path / "again" / "model.safetensors")).items() <= expected.items()
+    (folder / "n0000000001").rename(folder / "n0000000005")  # the newest has a manifest of another number
+    assert main(["publish", str(folder), "--materialize", str(tmp_path / "none")]) == 1
+    assert "publication 5 cannot be reached" in capsys.readouterr().err
+
+
+def test_a_folder_is_verified_while_a_training_publishes(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+    """What is published meanwhile is not looked at, nor missed if that has pruned what was to be read."""
+    model = new_model(torch.bfloat16)
+    with zero.Publisher(model, tmp_path, snapshot_every=2, keep=1) as publisher:
+        for version in (1, 2):
+            _publish(model, publisher, version)
+        read, between = commands.replayed, [3, 5, 3]
+
+        def replayed_late(*args: Any) -> Iterator[Any]:
+            for manifest in read(*args):
+                for _ in range(between.pop() if between else 0):
+                    _publish(model, publisher, 9)
+                yield manifest
+
+        monkeypatch.setattr(commands, "replayed", replayed_late)
+        for _ in range(2):
+            assert main(["publish", str(tmp_path), "--verify"]) == 0
+            assert "publications are whole" in capsys.readouterr().out

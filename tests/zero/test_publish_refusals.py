@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import re
@@ -25,6 +26,7 @@ from tests.ranks import run_ranks
 from tests.zero.models import new_model
 from zcomm import ConfigError, LayoutError, StateError
 from zero._publish import manifest as manifests
+from zero._publish import publisher as publishers
 from zero._ranks.first_rank import on_first_rank
 
 
@@ -114,6 +116,23 @@ def test_a_folder_that_was_emptied_and_filled_up_to_the_same_number(tmp_path: Pa
         assert subscriber.wait(0.0) if waits else subscriber.update()
         assert torch.equal(ours.state_dict()["1.weight"], model.state_dict()["1.weight"])
         assert subscriber.update() == []
+
+
+def test_a_folder_that_was_emptied_under_a_publisher(tmp_path: Path) -> None:
+    """A subscriber that was at the last number before, and looks again when there are as many, sees new ones."""
+    ours, model = _linears(), _linears()
+    subscriber = zero.Subscriber(tmp_path, ours)
+    with zero.Publisher(model, tmp_path) as publisher:
+        for _ in range(2):
+            nn.init.normal_(model[0].weight)
+            _publish_and_wait(publisher)
+            subscriber.update()
+            assert torch.equal(ours[0].weight, model[0].weight)
+            for path in tmp_path.iterdir():
+                if path.is_dir():
+                    shutil.rmtree(path)
+                elif path.name != "publisher":
+                    path.unlink()
 
 
 @pytest.mark.parametrize(
@@ -302,6 +321,18 @@ def test_a_closed_publisher_frees_its_folder_although_its_lock_was_inherited(tmp
     publisher.close()
     zero.Publisher(_linears(), tmp_path).close()
     os.close(inherited)
+
+
+def test_a_publisher_that_could_not_be_made_or_was_dropped_leaves_its_folder(tmp_path: Path) -> None:
+    fails = patch.object(publishers, "numbers_in", side_effect=zero.PublicationError("cannot be read"))
+    with fails, pytest.raises(zero.PublicationError, match="cannot be read"):
+        zero.Publisher(_linears(), tmp_path)
+    dropped: zero.Publisher | None = zero.Publisher(_linears(), tmp_path)
+    assert dropped is not None
+    _publish_and_wait(dropped)
+    dropped = None
+    gc.collect()
+    zero.Publisher(_linears(), tmp_path).close()
 
 
 def test_a_child_does_not_hold_or_free_the_folder(tmp_path: Path) -> None:

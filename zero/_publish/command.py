@@ -11,7 +11,7 @@ from torch import Tensor
 from zero._checkpoint.durability import create_file, open_own
 from zero._checkpoint.plain_weights import WeightsWriter
 from zero._publish.manifest import Manifest, numbers_in, publication_path, read_layout, read_manifest, reading
-from zero._publish.subscriber import replayed
+from zero._publish.subscriber import ATTEMPTS, Subscriber, replayed
 from zero.errors import PublicationError
 
 DOCUMENTS = ("config.json", "generation_config.json")
@@ -32,17 +32,27 @@ def run(options: argparse.Namespace) -> str:
         PublicationError: The folder has no publication, or one that cannot be read.
         CheckpointError: The files of ``--materialize`` cannot be written.
     """
-    if not numbers_in(options.folder):
+    numbers = numbers_in(options.folder)
+    if not numbers:
         raise PublicationError(f"nothing is published in {options.folder}")
     if options.inspect:
-        return "".join(_line(options.folder, number) for number in numbers_in(options.folder))
-    weights: dict[str, Tensor] = {}
-    read = list(replayed(options.folder, weights))
-    if not read or read[-1].number != numbers_in(options.folder)[-1]:
-        raise PublicationError(f"{options.folder} has no snapshot that leads to its newest publication")
+        return "".join(_line(options.folder, number) for number in numbers)
     if options.verify:
+        read = _verified(options.folder)
         return f"{len(read)} publications are whole: versions {read[0].version} to {read[-1].version}\n"
-    return _materialize(options.folder, options.materialize, read, weights)
+    return _materialize(options.folder, options.materialize)
+
+
+def _verified(folder: Path) -> list[Manifest]:
+    """What is published in ``folder``, all of it read. It starts over if a training has pruned all that it looks at."""
+    for attempt in range(ATTEMPTS):
+        numbers = numbers_in(folder)
+        try:
+            return list(replayed(folder, {}, numbers))
+        except PublicationError:
+            if attempt == ATTEMPTS - 1 or publication_path(folder, numbers[-1]).exists():
+                raise
+    raise AssertionError("the last attempt returns or raises")
 
 
 def _line(folder: Path, number: int) -> str:
@@ -56,7 +66,9 @@ def _line(folder: Path, number: int) -> str:
     return f"{number:>10}  version {found.version}  {written} UTC  run {found.run[:16]}  {'; '.join(kinds)}\n"
 
 
-def _materialize(folder: Path, output: Path, read: list[Manifest], weights: dict[str, Tensor]) -> str:
+def _materialize(folder: Path, output: Path) -> str:
+    weights: dict[str, Tensor] = {}
+    Subscriber(folder, weights).update()
     writer = WeightsWriter(
         output / "model.safetensors", {name: (w.dtype, tuple(w.shape)) for name, w in weights.items()}
     )
@@ -66,10 +78,11 @@ def _materialize(folder: Path, output: Path, read: list[Manifest], weights: dict
         paths = writer.finish()
     finally:
         writer.discard()
-    snapshot = next(manifest for manifest in reversed(read) if manifest.digests is not None)
     for name in DOCUMENTS:
-        source = publication_path(folder, snapshot.number) / name
-        if source.exists() and not (output / name).exists():
+        # They are beside every snapshot.
+        of_all = [publication_path(folder, number) / name for number in reversed(numbers_in(folder))]
+        source = next((path for path in of_all if path.exists()), None)
+        if source is not None and not (output / name).exists():
             with reading(source), open_own(source) as file, create_file(output / name) as copy:
                 copy.write(file.read())
             paths.append(output / name)

@@ -242,13 +242,13 @@ class Publisher:
 
     def _compared(self, values: Iterator[Tensor]) -> dict[int, Tensor]:
         changed, sizes = {}, iter(enumerate(self._chunks))
-        number, chunk, buffer, at = -1, None, torch.empty(0), 0
+        number, chunk, buffer, at = -1, None, torch.empty(0, device="cpu"), 0
         for piece in values:
             start, numel = 0, piece.numel()
             while start < numel:
                 if chunk is None:
                     number, chunk = next(sizes)
-                    buffer, at = torch.empty(chunk.numel, dtype=chunk.dtype), 0
+                    buffer, at = torch.empty(chunk.numel, dtype=chunk.dtype, device="cpu"), 0
                 count = min(numel - start, buffer.numel() - at)
                 buffer[at : at + count].copy_(piece[start : start + count])
                 start, at = start + count, at + count
@@ -295,7 +295,7 @@ class Publisher:
             return []
         lengths = []
         largest = max((self._chunks[number].max_nbytes for number in changed), default=0)
-        message = torch.empty(largest, dtype=torch.uint8)
+        message = torch.empty(largest, dtype=torch.uint8, device="cpu")
         with create_file(folder / patch_name(self._rank)) as file:
             for number, values in changed.items():
                 data = as_bytes(values)
@@ -350,6 +350,8 @@ class _FirstRank:
         PublicationError: Another publisher has the folder, or it cannot be used.
     """
 
+    _lock = -1
+
     def __init__(self, folder: Path, weights: PublishedWeights, snapshot_every: int, keep: int) -> None:
         self._folder, self._weights = folder, weights
         self._snapshot_every, self._keep = snapshot_every, keep
@@ -358,15 +360,24 @@ class _FirstRank:
         with _writing(folder):
             make_folder(folder)
             self._lock = _claim(folder, self.run)
-        self._first_number = max([0, *numbers_in(folder)]) + 1
-        """Of this run. Earlier publications are another run's."""
+        _LOCKING.add(self)
+        try:
+            self._first_number = max([0, *numbers_in(folder)]) + 1
+            """Of this run. Earlier publications are another run's."""
+        except BaseException:
+            self.close()
+            raise
         self._last: Manifest | None = None
         self._since_snapshot = 0
         self._published_layout = PublishedLayout(weights.tensors, ())
+        self._has_layout = False
+        """Whether it was written."""
         self._digests: list[str] = []
         self._draft: tuple[Path, Manifest] | None = None
         """The publication that is being written, and where."""
-        _LOCKING.add(self)
+
+    def __del__(self) -> None:
+        self.close()  # a publisher that was dropped has no folder
 
     def plan(self, proposals: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Answer the proposals of the ranks: where to write, and what."""
@@ -378,7 +389,9 @@ class _FirstRank:
             if proposals[0]["pieces"] is not None:
                 self._set_layout([proposal["pieces"] for proposal in proposals])
             numbers = numbers_in(self._folder)
-            number, base = max([*numbers, self._first_number - 1]) + 1, self._base(numbers)
+            last = self._first_number - 1 if self._last is None else self._last.number
+            # Not a number that this run has used, even if the folder was emptied: subscribers may be at it.
+            number, base = max([*numbers, last]) + 1, self._base(numbers)
             if number > MAX_NUMBER:
                 raise PublicationError(f"{self._folder} has publication {MAX_NUMBER}, the last: use another folder")
             is_due = base is None or self._since_snapshot + 1 >= self._snapshot_every
@@ -398,6 +411,7 @@ class _FirstRank:
             self._draft = path, draft
             path.mkdir()
             if has_snapshot:
+                self._store_layout()
                 create_files(path, self._files, model_documents(self._weights.model, self._weights.dtype))
         answer = {"folder": str(path), "snapshot": has_snapshot, "patch": base is not None}
         return [answer] * len(proposals)
@@ -477,9 +491,17 @@ class _FirstRank:
         for rank, of_rank in enumerate(pieces):
             every = [TensorPiece(*piece) for of_chunk in of_rank for piece in of_chunk]
             chunks += chunks_of(every, self._weights.tensors, rank)
-        self._published_layout = layout = PublishedLayout(self._weights.tensors, tuple(chunks))
+        self._published_layout = PublishedLayout(self._weights.tensors, tuple(chunks))
         self._digests = [""] * len(chunks)
-        replace_file(layout_path(self._folder, layout.digest), layout.data, self.run)
+        self._has_layout = False
+
+    def _store_layout(self) -> None:
+        """Write the layout, once for a run, and again with a snapshot after the folder was emptied."""
+        layout = self._published_layout
+        path = layout_path(self._folder, layout.digest)
+        if not (self._has_layout and path.exists()):
+            replace_file(path, layout.data, self.run)
+            self._has_layout = True
 
     def _prune(self, newest: Manifest) -> None:
         """Delete old publications, and layouts that none refers to."""

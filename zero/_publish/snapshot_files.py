@@ -115,7 +115,7 @@ class SnapshotReader:
 
     def read(self, chunk: PublishedChunk) -> Tensor:
         """The values of ``chunk``, flat, in memory of their own."""
-        values = torch.empty(chunk.numel, dtype=chunk.dtype)
+        values = torch.empty(chunk.numel, dtype=chunk.dtype, device="cpu")
         data, at = as_bytes(values), 0
         for name, start, stop in chunk.pieces:
             path, base = self._places[name]

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
@@ -51,6 +52,9 @@ from zero.errors import PublicationError
 ATTEMPTS = 3
 """How often an update starts over because the folder has changed meanwhile."""
 
+IS_EXTRA_STATE = re.compile(r"(^|\.)_extra_state$")
+"""What ``get_extra_state()`` of a module returns has such a name in a state dict. It is not published."""
+
 
 class _NewVersion(NamedTuple):
     """Verified values, on their way into the weights."""
@@ -83,7 +87,7 @@ class Subscriber:
         *,
         lock: AbstractContextManager[object] | None = None,
     ) -> None:
-        self._folder, self._target = Path(folder), target
+        self._folder, self._target = Path(folder).absolute(), target
         self._lock = nullcontext() if lock is None else lock
         self._now: Manifest | None = None
         self._layout: PublishedLayout | None = None
@@ -253,7 +257,7 @@ class Subscriber:
         path, tensors = publication_path(self._folder, manifest.number), self._tensors(layout)
         for change, chunk, at in patch_offsets(layout, manifest):
             file = path / patch_name(chunk.rank)
-            message = torch.empty(change.nbytes, dtype=torch.uint8)
+            message = torch.empty(change.nbytes, dtype=torch.uint8, device="cpu")
             read_into(as_bytes(message), file, at)
             new = _decoded(message, chunk, tensors, file)
             digests[change.number] = _digest_of(new)
@@ -338,7 +342,11 @@ class Subscriber:
             _check_own(self._target, {name: given[name] for name in layout.tensors})
         _check_apart({name: given[name] for name in layout.tensors})
         known = {(given[name].data_ptr(), given[name].shape) for name in layout.tensors}
-        extra = [name for name, own in given.items() if own.numel() and (own.data_ptr(), own.shape) not in known]
+        extra = [
+            name
+            for name, own in given.items()
+            if own.numel() and (own.data_ptr(), own.shape) not in known and not IS_EXTRA_STATE.search(name)
+        ]
         if extra:
             raise LayoutError(f"the target must be the published model: {self._folder} does not have {extra[:5]}")
 
@@ -369,28 +377,37 @@ def _check_apart(tensors: Mapping[str, Tensor]) -> None:
             )
 
 
-def replayed(folder: Path, weights: dict[str, Tensor]) -> Iterator[Manifest]:
-    """Read every publication of ``folder`` from the first snapshot on into ``weights``, an empty dict; yield each.
+def replayed(folder: Path, weights: dict[str, Tensor], numbers: list[int]) -> Iterator[Manifest]:
+    """Read publications ``numbers``, all of ``folder``, from the first snapshot on into ``weights``, an empty dict.
 
-    Snapshots that a patch has led to are read, too.
+    Yields each. Snapshots that a patch has led to are read, too; what a training prunes meanwhile is not.
 
     Raises:
-        PublicationError: One is damaged, or neither a snapshot nor a patch of the one before.
+        PublicationError: One is damaged, or neither a snapshot nor a patch of the one before; or no snapshot leads to
+            the newest.
     """
     reader, began = Subscriber(folder, weights), False
-    for number in numbers_in(folder):
-        manifest = read_manifest(folder, number)
-        is_patch = bool(reader._way([manifest]))
-        if not is_patch and manifest.digests is None:
-            if began:
-                raise PublicationError(f"publication {number} has no snapshot, and its patch has another base")
-            continue  # what it changed is pruned
+    for number in numbers:
+        try:
+            manifest = read_manifest(folder, number)
+            is_patch = bool(reader._way([manifest]))
+            if not is_patch and manifest.digests is None:
+                if began:
+                    raise PublicationError(f"publication {number} has no snapshot, and its patch has another base")
+                continue  # what it changed is pruned
+            if is_patch:
+                reader._apply(manifest)
+            if manifest.digests is not None:
+                reader._load(manifest)
+        except PublicationError:
+            if publication_path(folder, number).exists():
+                raise
+            began = False  # pruned, with all before it
+            continue
         began = True
-        if is_patch:
-            reader._apply(manifest)
-        if manifest.digests is not None:
-            reader._load(manifest)
         yield manifest
+    if not began:
+        raise PublicationError(f"{folder} has no snapshot that leads to its newest publication")
 
 
 def _decoded(message: Tensor, chunk: PublishedChunk, tensors: Mapping[str, Tensor], file: Path) -> Tensor:
