@@ -34,8 +34,7 @@ from zero._optim.several import name_of
 from zero._ranks.rank_errors import on_every_rank, raise_first
 from zero._runtime.initial_values import distinct
 from zero._runtime.optimizer_parts import OptimizerParts
-from zero._runtime.untracked_edits import has_same_bits
-from zero._sharding.bucket import Bucket
+from zero._sharding.bucket import Bucket, has_same_bits
 from zero.errors import CheckpointError
 from zero.optimizer import ZeroOptimizer
 

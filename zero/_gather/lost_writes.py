@@ -15,8 +15,7 @@ from torch import Tensor
 
 from zcomm import StateError
 from zcomm._base import env
-from zero._runtime.untracked_edits import has_same_bits
-from zero._sharding.bucket import Bucket
+from zero._sharding.bucket import Bucket, has_same_bits
 
 
 class LostWrites:

@@ -19,6 +19,7 @@ import operator
 import os
 import secrets
 import shutil
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
@@ -376,8 +377,9 @@ class _FirstRank:
         self._draft: tuple[Path, Manifest] | None = None
         """The publication that is being written, and where."""
 
-    def __del__(self) -> None:
-        self.close()  # a publisher that was dropped has no folder
+    def __del__(self) -> None:  # a publisher that was dropped has no folder
+        if self._lock >= 0:
+            _dropped.append(self._lock)
 
     def plan(self, proposals: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Answer the proposals of the ranks: where to write, and what."""
@@ -459,10 +461,7 @@ class _FirstRank:
     def close(self, *, frees: bool = True) -> None:
         """Close the lock file. ``frees``: even while a child that was forked before has it open."""
         if self._lock >= 0:
-            if frees:
-                with suppress(OSError):  # no locks on this file system
-                    fcntl.flock(self._lock, fcntl.LOCK_UN)
-            os.close(self._lock)
+            _close_lock(self._lock, frees=frees)
             self._lock = -1
 
     def _clear(self) -> None:
@@ -522,12 +521,27 @@ class _FirstRank:
 
 
 _LOCKING: WeakSet[_FirstRank] = WeakSet()
+_dropped: deque[int] = deque()
+"""Lock files of publishers that were dropped, which the collector may do in any thread."""
 
 
 def _close_locks() -> None:
     """In a child: else it would keep the folders of its parent locked after that has died."""
     for first in _LOCKING:
         first.close(frees=False)
+    _close_dropped(frees=False)
+
+
+def _close_dropped(*, frees: bool = True) -> None:
+    while _dropped:
+        _close_lock(_dropped.popleft(), frees=frees)
+
+
+def _close_lock(number: int, *, frees: bool) -> None:
+    if frees:
+        with suppress(OSError):  # no locks on this file system
+            fcntl.flock(number, fcntl.LOCK_UN)
+    os.close(number)
 
 
 os.register_at_fork(after_in_child=_close_locks)
@@ -546,6 +560,7 @@ def _check_visible(folder: Path, results: list[dict[str, Any]]) -> None:
 
 def _claim(folder: Path, run: str) -> int:
     """Lock ``folder`` for a publisher; returns the open file that holds the lock while the process lives."""
+    _close_dropped()
     path = folder / OWNER
     number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
     try:

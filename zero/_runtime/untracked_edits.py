@@ -10,13 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
-import torch
 from torch import Tensor, nn
 
 from zcomm import StateError, Topology
 from zcomm._base import env
 from zero._ranks.rank_errors import on_every_rank
-from zero._sharding.bucket import Bucket, ShardInfo
+from zero._sharding.bucket import Bucket, ShardInfo, has_same_bits
 
 
 def check_model_unchanged(model: nn.Module, buckets: Sequence[Bucket]) -> None:
@@ -94,8 +93,3 @@ class DebugCopies:
                     "do not see that, so step() would undo it. Change them inside "
                     "zero.GatheredParameters([param], modifier_rank=0)"
                 )
-
-
-def has_same_bits(a: Tensor, b: Tensor) -> bool:
-    """Compare bytes: a NaN equals itself, and float8 dtypes have no comparison of their own."""
-    return torch.equal(*(x.contiguous().view(-1).view(torch.uint8) for x in (a, b)))

@@ -123,6 +123,11 @@ def _num_writes(param: nn.Parameter) -> int:
     return param._version - (0 if info is None else info.num_updates)
 
 
+def has_same_bits(a: Tensor, b: Tensor) -> bool:
+    """Compare bytes: a NaN equals itself, and float8 dtypes have no comparison of their own."""
+    return torch.equal(*(x.contiguous().view(-1).view(torch.uint8) for x in (a, b)))
+
+
 def master_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of optimizer states and master weights: at least float32."""
     return dtype if dtype == torch.float64 else torch.float32
