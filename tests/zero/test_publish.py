@@ -511,6 +511,14 @@ def test_a_folder_is_verified_while_a_training_publishes(tmp_path: Path, capsys:
                     _publish(model, publisher, 9)
                 yield manifest
 
+        line = commands._line
+
+        def late_line(folder: Path, number: int) -> str:
+            _publish(model, publisher, 9)
+            return line(folder, number)
+
+        monkeypatch.setattr(commands, "_line", late_line)
+        assert main(["publish", str(tmp_path), "--inspect"]) == 0
         monkeypatch.setattr(commands, "replayed", replayed_late)
         for _ in range(2):
             assert main(["publish", str(tmp_path), "--verify"]) == 0

@@ -75,6 +75,7 @@ def test_a_target_whose_state_dict_has_copies(tmp_path: Path) -> None:
     model = _linears()
     before = model[1].weight.clone()
     model.register_state_dict_post_hook(lambda _, state, *__: state.update({k: v.clone() for k, v in state.items()}))
+    model.register_buffer("scratch", torch.eye(2).to_sparse(), persistent=False)  # has no address
     with pytest.raises(LayoutError, match=r"returns a copy of '0\.weight'"):
         zero.Subscriber(tmp_path, model).update()
     assert torch.equal(model[1].weight, before)

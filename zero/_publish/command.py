@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from torch import Tensor
@@ -32,11 +33,10 @@ def run(options: argparse.Namespace) -> str:
         PublicationError: The folder has no publication, or one that cannot be read.
         CheckpointError: The files of ``--materialize`` cannot be written.
     """
-    numbers = numbers_in(options.folder)
-    if not numbers:
+    if not numbers_in(options.folder):
         raise PublicationError(f"nothing is published in {options.folder}")
     if options.inspect:
-        return "".join(_line(options.folder, number) for number in numbers)
+        return "".join(_lines(options.folder))
     if options.verify:
         read = _verified(options.folder)
         return f"{len(read)} publications are whole: versions {read[0].version} to {read[-1].version}\n"
@@ -50,9 +50,18 @@ def _verified(folder: Path) -> list[Manifest]:
         try:
             return list(replayed(folder, {}, numbers))
         except PublicationError:
-            if attempt == ATTEMPTS - 1 or publication_path(folder, numbers[-1]).exists():
+            if attempt == ATTEMPTS - 1 or not numbers or publication_path(folder, numbers[-1]).exists():
                 raise
     raise AssertionError("the last attempt returns or raises")
+
+
+def _lines(folder: Path) -> Iterator[str]:
+    for number in numbers_in(folder):
+        try:
+            yield _line(folder, number)
+        except PublicationError:
+            if publication_path(folder, number).exists():  # else a training has pruned it
+                raise
 
 
 def _line(folder: Path, number: int) -> str:

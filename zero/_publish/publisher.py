@@ -19,7 +19,7 @@ import operator
 import os
 import secrets
 import shutil
-from collections import deque
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
@@ -28,7 +28,6 @@ from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -351,8 +350,6 @@ class _FirstRank:
         PublicationError: Another publisher has the folder, or it cannot be used.
     """
 
-    _lock = -1
-
     def __init__(self, folder: Path, weights: PublishedWeights, snapshot_every: int, keep: int) -> None:
         self._folder, self._weights = folder, weights
         self._snapshot_every, self._keep = snapshot_every, keep
@@ -361,6 +358,8 @@ class _FirstRank:
         with _writing(folder):
             make_folder(folder)
             self._lock = _claim(folder, self.run)
+        self._unlocking = weakref.finalize(self, _unlock, self._lock)  # a publisher that was dropped has no folder
+        self._unlocking.atexit = False  # the thread may still be writing: the end of the process frees it, too
         _LOCKING.add(self)
         try:
             self._first_number = max([0, *numbers_in(folder)]) + 1
@@ -376,10 +375,6 @@ class _FirstRank:
         self._digests: list[str] = []
         self._draft: tuple[Path, Manifest] | None = None
         """The publication that is being written, and where."""
-
-    def __del__(self) -> None:  # a publisher that was dropped has no folder
-        if self._lock >= 0:
-            _dropped.append(self._lock)
 
     def plan(self, proposals: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Answer the proposals of the ranks: where to write, and what."""
@@ -460,9 +455,8 @@ class _FirstRank:
 
     def close(self, *, frees: bool = True) -> None:
         """Close the lock file. ``frees``: even while a child that was forked before has it open."""
-        if self._lock >= 0:
-            _close_lock(self._lock, frees=frees)
-            self._lock = -1
+        if self._unlocking.detach() is not None:  # once: the number may be another file's by the next time
+            _unlock(self._lock, frees=frees)
 
     def _clear(self) -> None:
         """Delete what publishers that were killed have left behind. Only the holder of the lock is here."""
@@ -520,28 +514,13 @@ class _FirstRank:
                 path.unlink()
 
 
-_LOCKING: WeakSet[_FirstRank] = WeakSet()
-_dropped: deque[int] = deque()
-"""Lock files of publishers that were dropped, which the collector may do in any thread."""
+_LOCKING: weakref.WeakSet[_FirstRank] = weakref.WeakSet()
 
 
 def _close_locks() -> None:
     """In a child: else it would keep the folders of its parent locked after that has died."""
     for first in _LOCKING:
         first.close(frees=False)
-    _close_dropped(frees=False)
-
-
-def _close_dropped(*, frees: bool = True) -> None:
-    while _dropped:
-        _close_lock(_dropped.popleft(), frees=frees)
-
-
-def _close_lock(number: int, *, frees: bool) -> None:
-    if frees:
-        with suppress(OSError):  # no locks on this file system
-            fcntl.flock(number, fcntl.LOCK_UN)
-    os.close(number)
 
 
 os.register_at_fork(after_in_child=_close_locks)
@@ -560,7 +539,6 @@ def _check_visible(folder: Path, results: list[dict[str, Any]]) -> None:
 
 def _claim(folder: Path, run: str) -> int:
     """Lock ``folder`` for a publisher; returns the open file that holds the lock while the process lives."""
-    _close_dropped()
     path = folder / OWNER
     number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
     try:
@@ -575,6 +553,13 @@ def _claim(folder: Path, run: str) -> int:
         os.close(number)
         raise
     return number
+
+
+def _unlock(number: int, *, frees: bool = True) -> None:
+    if frees:
+        with suppress(OSError):  # no locks on this file system
+            fcntl.flock(number, fcntl.LOCK_UN)
+    os.close(number)
 
 
 @contextmanager

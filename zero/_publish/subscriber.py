@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from zcomm import LayoutError, MessageError, StateError
 from zcomm._base.rank_context import clock
 from zcomm._kernels import ulps
+from zero._model.model_checks import has_memory
 from zero._publish.manifest import (
     CODED,
     MAX_DOCUMENT_NBYTES,
@@ -353,7 +354,9 @@ class Subscriber:
 
 def _check_own(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Raise LayoutError if one of ``tensors``, of the state dict of ``model``, is a copy: it would be written alone."""
-    own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+    own = {
+        tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers()) if has_memory(tensor)
+    }
     for name, tensor in tensors.items():
         if tensor.numel() and tensor.untyped_storage().data_ptr() not in own:
             raise LayoutError(
