@@ -10,19 +10,17 @@ import json
 import os
 import re
 import signal
-import time
-import warnings
-from collections.abc import Callable
+import threading
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.processes import run_python
+from tests.processes import in_fork, run_python
 from tests.ranks import run_ranks, topology
 from zcomm import IntegrityError, LayoutError, StateError, Topology, ZcommError
 from zcomm._kernels import kernels
-from zero._storage.file_store import FileStore
+from zero._storage.file_store import FileStore, Transfer
 from zero._storage.process_folder import ClaimedFolder
 from zero._storage.tier_settings import FileSettings
 from zero._storage.transfer_buffers import HostBuffers
@@ -129,24 +127,6 @@ def test_buffers_are_used_again() -> None:
 # Lifetime of folders and files
 
 
-def _in_fork(work: Callable[[], None]) -> int:
-    """Run ``work`` in a forked process; return its status from ``waitpid``."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside threads
-        child = os.fork()
-    if child == 0:
-        try:
-            work()
-        finally:
-            os._exit(1)
-    deadline = time.monotonic() + 60
-    while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0):
-        if time.monotonic() > deadline:
-            os.kill(child, signal.SIGKILL)
-        time.sleep(0.01)
-    return ended[1]
-
-
 def test_the_next_store_removes_what_a_killed_process_left(tmp_path: Path) -> None:
     def die() -> None:
         store = _store(tmp_path)
@@ -155,7 +135,7 @@ def test_the_next_store_removes_what_a_killed_process_left(tmp_path: Path) -> No
 
     living = _store(tmp_path)
     file = living.create("mine", 4 * KIB)
-    assert _in_fork(die) == signal.SIGKILL
+    assert in_fork(die) == signal.SIGKILL
     (left,) = set(tmp_path.iterdir()) - {living.folder}
     assert (left / "a").stat().st_size > 100 * KIB
     elsewhere = tmp_path / "zero-of-another-host"
@@ -205,6 +185,7 @@ def test_a_store_goes_with_its_last_reference_and_not_with_a_fork(
     transfers = [stores[0].read(file, 0, stores[0].buffer(4 * KIB))]
 
     def try_it() -> None:
+        assert transfers[0].is_done, "its wait() raises at once"
         with pytest.raises(StateError, match="by the process that started it"):
             transfers[0].wait()
         with pytest.raises(StateError, match="by the process that opened it"):
@@ -214,13 +195,39 @@ def test_a_store_goes_with_its_last_reference_and_not_with_a_fork(
         gc.collect()
         os._exit(0)
 
-    assert _in_fork(try_it) == 0
+    assert in_fork(try_it) == 0
     assert stores[0].folder.exists()
     transfers[0].wait()
     transfers.clear()
     stores.clear()
     gc.collect()
     assert not list(tmp_path.iterdir())
+
+
+def _wait(transfer: Transfer, errors: list[BaseException]) -> None:
+    try:
+        transfer.wait()
+    except BaseException as error:
+        errors.append(error)
+
+
+def test_close_beside_a_thread_that_waits(tmp_path: Path) -> None:
+    for is_done_before in (True, *[False] * 10):  # False: which of the two is first is chance
+        store = _store(tmp_path)
+        file, buffer, errors = store.create("a", 4096 * KIB), store.buffer(4096 * KIB).zero_(), list[BaseException]()
+        transfer = store.write(file, 0, buffer)
+        if is_done_before:
+            store._open.queue.wait(transfer._ticket)  # as another thread has, just before it says so
+        waiting = threading.Thread(target=_wait, args=(transfer, errors))
+        waiting.start()
+        if is_done_before:
+            waiting.join()
+            assert errors
+            assert transfer.is_done
+        store.close()
+        waiting.join()
+        assert not list(tmp_path.iterdir())
+        assert all(type(error) is StateError and "must stay open" in str(error) for error in errors), errors
 
 
 @pytest.mark.timeout(400)  # imports torch in a new process

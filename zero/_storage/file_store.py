@@ -74,12 +74,14 @@ class _OpenStore:
         # A forked process has none of the queue's threads: a wait would deadlock, and the folder is the parent's.
         if os.getpid() != self.pid or self.queue is None:
             return
-        for ticket in list(self.in_flight):
-            with suppress(OSError):  # the data are discarded
-                self.queue.wait(ticket)
-        self.in_flight.clear()
-        self.queue = None
-        self.folder.remove()
+        try:
+            for ticket in list(self.in_flight):
+                with suppress(OSError, ValueError):  # the data are discarded; another thread may have waited for it
+                    self.queue.wait(ticket)
+            self.in_flight.clear()
+        finally:
+            self.queue = None
+            self.folder.remove()
 
 
 class Transfer:
@@ -97,7 +99,12 @@ class Transfer:
         """Whether :meth:`wait` would return or raise at once."""
         with self._lock:
             queue = self._store.queue
-            return self._ticket is None or queue is None or bool(queue.is_done(self._ticket))
+            if self._ticket is None or queue is None or os.getpid() != self._store.pid:
+                return True
+            try:
+                return bool(queue.is_done(self._ticket))
+            except ValueError:  # close() has just waited for it
+                return True
 
     def wait(self) -> None:
         """Wait until all bytes are transferred. Call it before the buffer is used or given back; repeated calls agree.
@@ -115,14 +122,18 @@ class Transfer:
                 raise self._error
 
     def _end(self, ticket: int) -> None:
-        if self._store.queue is None:
-            raise StateError(f"a store must stay open until its transfers complete: path={self._file.path}")
+        queue = self._store.queue  # close() may take it away at any moment
+        closed = StateError(f"a store must stay open until its transfers complete: path={self._file.path}")
+        if queue is None:
+            raise closed
         if os.getpid() != self._store.pid:  # a forked process has no thread that completes it
             raise StateError(f"a transfer must be waited for by the process that started it: path={self._file.path}")
         try:
-            self._store.queue.wait(ticket)
+            queue.wait(ticket)
         except OSError as error:
             self._error = _explained(error, self._file.path)
+        except ValueError:  # close() has waited for it
+            raise closed from None
         self._ticket = None
         with self._store.lock:
             self._store.in_flight.pop(ticket, None)
