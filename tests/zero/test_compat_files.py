@@ -16,7 +16,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from zcomm import IntegrityError, LayoutError
+from tests.processes import in_fork
+from zcomm import IntegrityError, LayoutError, StateError
 from zero.compat.op_builders import AsyncIOBuilder
 
 PAGE = 4096
@@ -83,6 +84,33 @@ def test_dtypes_views_and_open_files(tmp_path: Path) -> None:
     assert torch.equal(read, given)
     assert handle.pread(read, str(tmp_path / "file"), False, True, 512) == 0
     assert handle.wait() == 1
+
+
+@pytest.mark.parametrize("offset", [1, 2, PAGE - 1, 2 * PAGE - 2])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.bool])
+def test_elements_need_not_begin_at_a_multiple_of_their_size(tmp_path: Path, offset: int, dtype: torch.dtype) -> None:
+    handle = _handle()
+    given = torch.arange(5000).to(dtype)
+    for buffer in (given, given.view(50, 100).T):
+        handle.sync_pwrite(buffer, tmp_path / "file", offset)
+        read = torch.zeros_like(buffer)
+        handle.sync_pread(read, tmp_path / "file", offset)
+        assert torch.equal(read, buffer)
+
+
+def test_a_fork_is_refused(tmp_path: Path) -> None:
+    handle, given = _handle(), _bytes(2 * PAGE + 1)
+    handle.async_pwrite(given, tmp_path / "file")
+
+    def try_it() -> None:
+        for call in (handle.wait, partial(handle.sync_pread, given, tmp_path / "file")):
+            with pytest.raises(StateError, match="by the process that made it"):
+                call()
+        os._exit(0)
+
+    assert in_fork(try_it) == 0
+    assert handle.wait() == 1
+    assert (tmp_path / "file").read_bytes() == given.numpy().tobytes()
 
 
 def test_a_file_that_may_only_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

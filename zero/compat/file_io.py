@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from zcomm import IntegrityError, LayoutError
+from zcomm import IntegrityError, LayoutError, StateError
 from zcomm._kernels import kernels
 from zero._storage.file_store import MAX_REQUESTS, PAGE
 from zero._storage.transfer_buffers import aligned_bytes
@@ -50,6 +50,7 @@ class aio_handle:  # noqa: N801  (DeepSpeed's name)
         LayoutError: A number is not positive. From a read: the file ends before ``file_offset`` + the tensor's bytes.
         OSError: The operating system refuses something, with errno and path. From :meth:`wait`: a transfer failed.
         BackendUnavailableError: There are no native kernels.
+        StateError: From reads, writes and :meth:`wait`: this is a fork of the process that made it.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class aio_handle:  # noqa: N801  (DeepSpeed's name)
         self._queue = kernels.file_queue(
             min(queue_depth * intra_op_parallelism, MAX_REQUESTS), -(-block_size // PAGE) * PAGE
         )
+        self._pid = os.getpid()
         self._numbers, self._single_submit, self._overlap_events = numbers, single_submit, overlap_events
         self._pending: list[_FileMove] = []
         self._locked: dict[int, Tensor] = {}
@@ -135,6 +137,7 @@ class aio_handle:  # noqa: N801  (DeepSpeed's name)
 
     def wait(self) -> int:
         """Return when all transfers have ended: how many there were. After an error none is left, either."""
+        self._check_process()
         pending, self._pending, failed = self._pending, [], list[Exception]()
         for one in pending:
             try:
@@ -164,7 +167,12 @@ class aio_handle:  # noqa: N801  (DeepSpeed's name)
         """Let go of a tensor of :meth:`new_cpu_locked_tensor`; its memory goes with its last use. Whether it was."""
         return self._locked.pop(tensor.data_ptr(), None) is not None
 
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:  # a fork has none of the queue's threads
+            raise StateError(f"an aio_handle must be used by the process that made it: made by pid={self._pid}")
+
     def _begin(self, verb: str, buffer: Tensor, filename: Any, offset: int, *, validate: bool) -> None:
+        self._check_process()
         path = f"/proc/self/fd/{filename}" if isinstance(filename, int) else os.fspath(filename)
         nbytes, is_read = buffer.nbytes, verb == "read"
         head = min(-offset % PAGE, nbytes)
@@ -186,7 +194,9 @@ class aio_handle:  # noqa: N801  (DeepSpeed's name)
 
         def end() -> None:
             if is_read and data.data_ptr() != buffer.data_ptr():
-                buffer.detach().copy_(data.view(buffer.dtype).view(buffer.shape))
+                # view() takes bytes that begin at a whole element of their memory.
+                whole = data if data.storage_offset() % buffer.element_size() == 0 else data.clone()
+                buffer.detach().copy_(whole.view(buffer.dtype).view(buffer.shape))
             if validate and not np.array_equal(np.fromfile(path, np.uint8, nbytes, offset=offset), data.numpy()):
                 raise IntegrityError(errno.EBADMSG, "the file does not hold the tensor", str(path))
 
