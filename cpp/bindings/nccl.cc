@@ -58,6 +58,14 @@ using HopArgument = std::tuple<nb::bytes, std::size_t, std::size_t>;
 class ClosableCommunicator {
  public:
   explicit ClosableCommunicator(std::shared_ptr<Communicator> made) : made_(std::move(made)) {}
+  // Python calls it with the GIL held. The communicator's destructor waits for its calls, up to the timeout, and other
+  // threads must run meanwhile.
+  ~ClosableCommunicator() {
+    const nb::gil_scoped_release released;
+    made_ = nullptr;
+  }
+  ClosableCommunicator(const ClosableCommunicator&) = delete;
+  ClosableCommunicator& operator=(const ClosableCommunicator&) = delete;
 
   std::shared_ptr<Communicator> Get() const {
     const auto [made, failure] = Now();

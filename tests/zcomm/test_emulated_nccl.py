@@ -7,6 +7,8 @@ backend, unsupported calls raise a named error, and a failure is a named error o
 from __future__ import annotations
 
 import itertools
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -23,6 +25,7 @@ from tests.zcomm.calls import WORLD_SIZE, assert_same_bits, collectives, kept, w
 from tests.zcomm.test_checked import checking
 from zcomm._collectives import nccl_steps
 from zcomm._formats.formats import FORMATS
+from zcomm._kernels import kernels
 from zcomm._transport import chunks, nccl_communicators, nccl_library
 from zcomm.errors import BackendUnavailableError, CommunicationError, DivergedError, FormatError, MessageError
 
@@ -149,6 +152,43 @@ def test_messages_of_another_format_or_size_are_errors_on_every_rank() -> None:
     with ranks_over("nccl"):
         run_ranks(WORLD_SIZE, _check_other_format)
         run_ranks(2, _check_other_size)
+
+
+def test_other_threads_run_while_a_communicator_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nccl_library.env, "value", lambda _: "emulated")
+    nccl_library._forget()
+    try:
+        library, native = nccl_library.nccl_library(), kernels.native()
+    finally:
+        nccl_library._forget()
+    unique_id, made, ticks = native.nccl_unique_id(library), dict[int, Any](), list[float]()
+
+    def make(rank: int) -> None:
+        made[rank] = native.NcclCommunicator(library, 0, [(unique_id, 2, rank)], 2.0)
+
+    makers = [threading.Thread(target=make, args=(rank,)) for rank in range(2)]
+    for maker in makers:
+        maker.start()
+    for maker in makers:
+        maker.join()
+    stream, data = native.HostStream(), torch.zeros(192, dtype=torch.uint8)
+    address = data.data_ptr()
+    made[0].exchange_bytes(0, True, address, address + 64, 64, 64, stream.address)  # the other rank never calls
+    has_ended = threading.Event()
+
+    def tick() -> None:
+        while not has_ended.wait(0.01):
+            ticks.append(time.monotonic())
+
+    ticking = threading.Thread(target=tick)
+    ticking.start()
+    begin = time.monotonic()
+    del made[0]  # waits for the call, up to the timeout
+    end = time.monotonic()
+    has_ended.set()
+    ticking.join()
+    assert end - begin > 1
+    assert sum(begin + 0.2 < at < end - 0.2 for at in ticks) > 10, "the others stood still"
 
 
 def test_it_takes_tensors_of_the_host_alone(monkeypatch: pytest.MonkeyPatch) -> None:
