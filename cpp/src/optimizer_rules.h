@@ -52,9 +52,8 @@ void StepLion(const StepOptions& options, const StepArrays& arrays, std::size_t 
     const float g = grad[i] * o.grad_factor;
     const float c = m[i] * o.beta1 + g * o.mix1;
     const float down = c > 0.0F ? o.rate : 0.0F;
-    const float up = c < 0.0F ? o.rate : 0.0F;
-    const float broken = c != c ? c : 0.0F;
-    p[i] = p[i] * o.keep - (down - up + broken);
+    const float step = c < 0.0F ? -o.rate : down;  // rate * sign(c), which is -0 if the rate is 0
+    p[i] = p[i] * o.keep - (c != c ? c : step);
     m[i] = m[i] * o.beta2 + g * o.mix2;
   }
 }

@@ -139,6 +139,14 @@ void TestValues() {
   // c = 4 * 0.5 + 2 * 0.5 = 3; p = 0.5 - 0.125; m = 4 * 0.25 + 2 * 0.75
   OptimizerStep({Rule::kLion, 1.0F, 0.0F, 0.5F, 0.125F, 0.5F, 0.5F, 0.25F, 0.75F, 0.0F, 0.0F}, shard, {}, 1);
   EXPECT(p == 0.375F && m == 2.5F, "p %g m %g", p, m);
+  // c = -0.25; -0 - 0 * -1 = +0. With c = 0.25, -0 - 0 * 1 stays -0.
+  for (const float grad : {-0.5F, 0.5F}) {
+    p = -0.0F;
+    m = 0.0F;
+    shard.grad = &grad;
+    OptimizerStep({Rule::kLion, 1.0F, 0.0F, 1.0F, 0.0F, 0.5F, 0.5F, 0.25F, 0.75F, 0.0F, 0.0F}, shard, {}, 1);
+    EXPECT(p == 0.0F && std::signbit(p) == (grad > 0.0F), "p %g after a step of length 0 down %g", p, grad);
+  }
 }
 
 void TestBadArguments() {
