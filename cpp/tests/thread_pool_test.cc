@@ -21,13 +21,14 @@ thread_local std::size_t allocations_until_failure = 0;  // 0: none fails
 
 }  // namespace
 
-void* operator new(std::size_t nbytes) {
+// Not inlined: of a pair of which one is, GCC 12 warns that malloc and delete, or new and free, do not match.
+[[gnu::noinline]] void* operator new(std::size_t nbytes) {
   if (allocations_until_failure > 0 && --allocations_until_failure == 0) throw std::bad_alloc();
   if (void* data = std::malloc(nbytes)) return data;
   throw std::bad_alloc();
 }
-void operator delete(void* data) noexcept { std::free(data); }
-void operator delete(void* data, std::size_t) noexcept { std::free(data); }
+[[gnu::noinline]] void operator delete(void* data) noexcept { std::free(data); }
+[[gnu::noinline]] void operator delete(void* data, std::size_t) noexcept { std::free(data); }
 
 namespace zcomm {
 namespace {
