@@ -152,7 +152,7 @@ def are_equal(text: str, ranks: Topology | dist.ProcessGroup | None) -> bool:
     if isinstance(ranks, Topology):
         ranks.keep_order()
     hop = ranks.on_host if isinstance(ranks, Topology) else hop_of_group(ranks)
-    digest = hashlib.blake2b(text.encode(errors="surrogateescape"), digest_size=8).digest()  # a path may be no UTF-8
+    digest = hashlib.blake2b(text.encode(errors="surrogateescape"), digest_size=8).digest()  # a path may not be UTF-8
     if _uses_store(hop):
         return len(set(_texts_by_store(digest.hex(), hop))) == 1
     mine = torch.tensor([int.from_bytes(digest, "little", signed=True)], dtype=torch.int64)
@@ -164,7 +164,7 @@ def gather_texts(text: str, ranks: Topology | dist.ProcessGroup | None) -> list[
     if isinstance(ranks, Topology):
         ranks.keep_order()
     hop = ranks.on_host if isinstance(ranks, Topology) else hop_of_group(ranks)
-    data = text.encode(errors="replace")  # a path may be no UTF-8
+    data = text.encode(errors="replace")  # a path may not be UTF-8
     if _uses_store(hop):
         return [each.encode()[:TEXT_NBYTES].decode(errors="replace") for each in _texts_by_store(data.decode(), hop)]
     mine = torch.frombuffer(bytearray(data[:TEXT_NBYTES].ljust(TEXT_NBYTES, b"\0")), dtype=torch.uint8)

@@ -357,7 +357,7 @@ class ZeroOptimizer(Optimizer):
         """Check, unscale and clip, or leave that to the update; False: all ranks skip the step."""
         self._last_norm = None
         if self.loss_scale is not None:
-            overflowed = self._gradients.has_overflow()
+            overflowed = self._model_parallel.any(self._gradients.has_overflow())
             self._fold_unscaling()
             self.loss_scale.update(overflowed=overflowed)
             if overflowed:

@@ -89,7 +89,7 @@ class UringRing : public FileRing {
     return Submit();
   }
 
-  // Of a broken ring, which reads the eventfd no more: returns when Wake was called or an operation that had started is
+  // Waits on a broken ring, which reads the eventfd no more, until Wake is called or an operation that had started is
   // complete. The last read may still be under way and be the one that gets the count: ours must not wait for another.
   void PollForSome() {
     ::fcntl(wake_, F_SETFL, O_NONBLOCK);

@@ -158,7 +158,7 @@ MUTANTS = [
            "by_rank = control.gather_beside(own.view(1), runtime.topology).view(-1)", "by_rank = own.view(1)", CLIP),
     Mutant("wrong clipping: no square root", "zero/_step/clip.py", "sum_in_pairs(by_rank))).sqrt()", "sum_in_pairs(by_rank)))", CLIP),
     Mutant("missing overflow agreement", "zero/_step/final_gradients.py",
-           "any_beside(control.any_(mine, self.runtime.topology))", "any_beside(mine)",
+           "self._overflow = control.any_(mine, self.runtime.topology)", "self._overflow = mine",
            SCALED),
     Mutant("the factor is not applied", "zero/_step/final_gradients.py", "            self.runtime.reducer.change(grads, self.factor.multiply_)\n",
            "            pass\n", CLIP),

@@ -16,13 +16,18 @@ import zero
 from tests.ranks import run_ranks
 from tests.variables import variables
 from tests.zero.training import full_values, zero_optimizer
-from zcomm import StateError
+from zcomm import DivergedError, StateError
 
 WRITES: dict[str, Any] = {
     "in place": lambda key, query: key.mul_(0.5).add_(query, alpha=0.5),
     "copy_": lambda key, query: key.copy_(0.5 * key + 0.5 * query),
     "other memory": lambda key, query: setattr(key, "data", 0.5 * key.data + 0.5 * query.data),
     "behind autograd": lambda key, query: key.data.mul_(0.5).add_(query.data, alpha=0.5),
+}
+
+OTHERS: dict[str, Any] = {
+    "same values": lambda key, query: setattr(key, "data", key.data.clone() + 0 * query.data),
+    "on one rank": lambda key, query: key.add_(query) if torch.distributed.get_rank() else key + query,
 }
 
 
@@ -42,7 +47,7 @@ class KeyEncoder(nn.Module):
         block = zero.GatheredParameters(keys + queries, modifier_rank=0) if self.in_block else nullcontext()
         with torch.no_grad(), block:
             for key, query in zip(keys, queries, strict=True) if self.how else ():
-                WRITES[self.how](key, query)
+                (WRITES | OTHERS)[self.how](key, query)
         return (found - self.key(x).detach() - 1).square().mean()
 
 
@@ -113,6 +118,65 @@ def _check_in_block(rank: int, how: str, options: dict[str, Any]) -> None:
 def test_inside_a_block_in_forward_they_count(how: str) -> None:
     for options in ({}, {"stage3_max_reuse_distance": 10**9}):
         run_ranks(2, _check_in_block, how, options)
+
+
+def _check_one_rank(rank: int) -> None:
+    """The others would wait for this rank: all get an error, at the end of the backward."""
+    model = KeyEncoder("on one rank")
+    with (
+        zero_optimizer(model, torch.optim.SGD(model.query.parameters(), lr=0.3), stage=3),
+        pytest.raises(DivergedError, match=r"'key.weight'.*written to outside zero.GatheredParameters"),
+    ):
+        model(_batches(rank)[0]).backward()
+
+
+def test_those_of_one_rank_are_an_error_on_all() -> None:
+    run_ranks(2, _check_one_rank)
+
+
+def _check_persistent(rank: int) -> None:
+    """Small parameters that stay whole are overwritten at the step."""
+    _check_refused(rank, "in place", {"stage3_param_persistence_threshold": 10**6})
+
+
+def test_they_are_an_error_for_parameters_that_are_never_released() -> None:
+    run_ranks(2, _check_persistent)
+
+
+def _check_other_memory(rank: int) -> None:
+    model = KeyEncoder("same values")
+    with zero_optimizer(model, torch.optim.SGD(model.query.parameters(), lr=0.3), stage=3) as optimizer:
+        for batch in _batches(rank):
+            model(batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_other_memory_with_the_same_values_is_no_write() -> None:
+    """As of an RNN's ``flatten_parameters()`` on a GPU."""
+    run_ranks(2, _check_other_memory)
+
+
+def _check_beside_blocks(rank: int) -> None:
+    """A block adopts or refuses what is written to its own parameters inside; other writes stay errors."""
+    model = KeyEncoder("")
+    weight, bias = model.key.weight, model.key.bias
+    optimizer = torch.optim.SGD(model.query.parameters(), lr=0.3)
+    with zero_optimizer(model, optimizer, stage=3, stage3_max_reuse_distance=10**9) as wrapped, torch.no_grad():
+        for _ in range(2):  # then layers stay full
+            model(_batches(rank)[0])
+        with zero.GatheredParameters([weight], modifier_rank=0):
+            bias.mul_(2)
+            weight.mul_(2)
+        with pytest.raises(StateError, match=r"1 parameters were written to .*'key.bias'"):
+            wrapped.step()
+        with pytest.raises(StateError, match="in-place modification"), zero.GatheredParameters([weight]):
+            weight.mul_(2)
+        wrapped.step()
+
+
+def test_writes_beside_the_parameters_of_a_block() -> None:
+    run_ranks(2, _check_beside_blocks)
 
 
 def _check_step_in_block(rank: int) -> None:

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import zero
 from tests.ranks import device_mesh, run_ranks
 from tests.zero.training import full_values
-from zcomm import ConfigError, DivergedError
+from zcomm import ConfigError, DivergedError, StateError
 from zero import ZeroOptimizer
 
 WIDTH, INNER, STEPS = 12, 20, 4
@@ -335,3 +335,61 @@ def _check_pipeline_axis(rank: int) -> None:
 
 def test_pipeline_stages_and_shared_parameters() -> None:
     run_ranks(4, _check_pipeline_axis)
+
+
+class _Stages:
+    """Two pipeline stages of one layer each, without microbatches: the gradient goes back after the last backward."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.group, self.stage = mesh.get_group("pp"), mesh.get_local_rank("pp")
+        self.model = nn.Linear(WIDTH, WIDTH)
+        self.other = dist.get_global_rank(self.group, 1 - self.stage)
+
+    def train(self, x: Tensor, scale: Any) -> None:
+        """A forward and a backward of both stages."""
+        if self.stage == 0:
+            sent = self.model(x)
+            dist.send(sent.detach(), self.other, self.group)
+            grad = torch.empty_like(sent)
+            dist.recv(grad, self.other, self.group)
+            sent.backward(grad)
+            return
+        got = torch.empty(x.shape[0], WIDTH).requires_grad_()
+        dist.recv(got.detach(), self.other, self.group)
+        scale(self.model(got).square().mean()).backward()
+        assert got.grad is not None
+        dist.send(got.grad, self.other, self.group)
+
+
+def _check_scaler_of_stages(rank: int) -> None:
+    """A stage waits for the other's backward, so they agree on overflow at the step, whichever stage has it."""
+    mesh = device_mesh((2, 2), ("dp", "pp"))
+    torch.manual_seed(0)
+    stages = _Stages(mesh)
+    optimizer = ZeroOptimizer(stages.model, torch.optim.SGD, stage=1, lr=0.1, group=mesh)
+    scaler, scales = torch.amp.GradScaler("cpu", init_scale=64.0), []
+    for step in range(4):
+        before = full_values(stages.model)
+        factor = float("inf") if (step, rank) in ((1, 0), (2, 1)) else 1.0
+        hook = stages.model.bias.register_hook(lambda grad: grad * factor)  # noqa: B023
+        scaler.scale(torch.ones(()))  # of a stage without the loss
+        stages.train(torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(step)), scaler.scale)
+        hook.remove()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        scales.append(scaler.get_scale())
+        after = full_values(stages.model)
+        assert all(torch.equal(after[name], old) == (step in (1, 2)) for name, old in before.items()), step
+    assert scales == [64, 32, 16, 16]
+    hook = stages.model.bias.register_hook(lambda grad: grad * (float("inf") if rank == 1 else 1.0))
+    stages.train(torch.ones(3, WIDTH), scaler.scale)
+    hook.remove()
+    scaler.unscale_(optimizer)
+    with pytest.raises(StateError, match="with pipeline stages leave unscale_"):
+        scaler.step(optimizer)
+    optimizer.close()
+
+
+def test_a_grad_scaler_with_pipeline_stages() -> None:
+    run_ranks(4, _check_scaler_of_stages)

@@ -83,6 +83,7 @@ class UserLossScale:
 
         Exchanges of one window of a GradScaler, from ``update()`` to ``update()``, are committed together, because they
         are skipped together: each adds what the one before has lost, and the next window starts without all of them.
+        A script that never calls ``update()`` has one window without end.
         """
         scale, window = self.current_scale(of), _window_of(self._scaler())
         if window is None or window is not self._windows.get(residual):

@@ -148,12 +148,13 @@ class UnitPlanner:
         formats_of: Callable[[FormatChoice], Hashable],
     ) -> tuple[FormatPiece, ...]:
         """Split gradients of ``numel`` columns. If some parameters have none in this step, FSDP2 does not say which."""
-        columns, choices = self._columns(trained, group), [self.choices[i] for i in trained]
+        columns = self._columns(trained, group)
         if numel == sum(columns):
-            return split_by_format(choices, columns, formats_of)
-        formats = {formats_of(choice) for choice in choices}
+            return split_by_format([self.choices[i] for i in trained], columns, formats_of)
+        # Of all: a parameter that was frozen may still have a gradient, summed before.
+        formats = {formats_of(choice) for choice in self.choices}
         if len(formats) == 1:
-            return (self._part(choices[0]._replace(name=self._label, numel=numel)),)
+            return (self._part(self.choices[0]._replace(name=self._label, numel=numel)),)
         self.record.note(f"{self.unit.label}: some parameters had no gradient; the others' were sent uncompressed")
         return (self._part(FormatChoice(self._label, numel, UNCOMPRESSED, "unknown subset of the parameters")),)
 
@@ -260,9 +261,10 @@ class ReplicaAllReduce:
         """Replace ``reduce_output`` by its mean over the replicas."""
         trained = self._planner.unit.trained
         if self._partial is not None and (self._summed, self._partial.numel()) != (trained, reduce_output.numel()):
+            self._partial = None
             raise StateError(
                 f"{self._planner.unit.label}: other parameters have gradients than in earlier batches of this "
-                "accumulation, which are not reduced yet: change which train after a backward with "
+                "accumulation, which are dropped: call zero_grad(), and change which train after a backward with "
                 "set_requires_all_reduce(True)"
             )
         if not self._planner.unit.group.all_reduce_grads:

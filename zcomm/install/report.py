@@ -127,17 +127,23 @@ class InstallationRecord:
     """The bookkeeping of one installation on parameters ``names``: tallies, notes, and state kept from step to step."""
 
     def __init__(self, names: Iterable[str], recipe: Recipe, scaler: ScalerSetting = "auto") -> None:
-        self.tallies: list[PieceTotals] = []
+        self._tallies: dict[Any, PieceTotals] = {}
         self.carried = CarriedState(names, recipe)
         self.scaling = UserLossScale(scaler, self.carried.reset)
         self.notes: list[str] = []
         """Events that the user should know of."""
 
     def new_tally(self, choices: tuple[FormatChoice, ...], format: str, sent: Sent, plain: Sent) -> PieceTotals:
-        """Start to count the exchanges of a new piece."""
-        tally = PieceTotals(choices, format, sent, plain)
-        self.tallies.append(tally)
-        return tally
+        """Start to count the exchanges of a new piece, or go on with one that comes back."""
+        key = choices, format, sent, plain
+        if key not in self._tallies:
+            self._tallies[key] = PieceTotals(*key)
+        return self._tallies[key]
+
+    @property
+    def tallies(self) -> list[PieceTotals]:
+        """Those of all pieces so far."""
+        return list(self._tallies.values())
 
     def note(self, text: str) -> None:
         """Add ``text`` to the report's notes, unless it is there already."""

@@ -123,7 +123,11 @@ def _agreed_block(owner: ShardOwner, read_only: list[tuple[str, nn.Parameter]]) 
         raise_on_every_rank(error, owner.topology)
     if not owner.is_closed:
         owner.compare(BLOCK_END)
-        on_every_rank(lambda: _check_same(read_only, writes), owner.topology)
+        try:
+            on_every_rank(lambda: _check_same(read_only, writes), owner.topology)
+        finally:
+            if isinstance(owner, Runtime):
+                owner.forget_writes(param for _, param in read_only)
 
 
 def _check_same(read_only: list[tuple[str, nn.Parameter]], writes: list[int]) -> None:

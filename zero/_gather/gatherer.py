@@ -208,6 +208,9 @@ class Gatherer(RuntimePart):
         self._num_divergences = self._check.num_divergences
         self.by_storage: dict[int, Bucket] = {}
         self.lost_writes = LostWrites()
+        for bucket in buckets if self._is_active else ():
+            if bucket.is_persistent:  # never gathered
+                self.lost_writes.note(bucket)
 
     @in_phase("gather")
     def acquire(self, bucket: Bucket, mode: IterationKind | None = None) -> None:
@@ -471,7 +474,7 @@ class Gatherer(RuntimePart):
             mark_views_stale(self._pool, stale)
         if self._is_active:
             for bucket in buckets:
-                self.lost_writes.forget(bucket)
+                self.lost_writes.forget(bucket, None if params is None else changed)
             self._drop_idle(buckets)
         for bucket in buckets:
             self._sources[bucket.index].values_changed()

@@ -432,6 +432,7 @@ class Hooks(RuntimePart):
         self._gatherer.end_backward()
         try:
             self._reducer.end_backward()
+            self._reducer.consumer.backward_ended()
             self._gatherer.agree()
         except BaseException:
             self.abort_step()

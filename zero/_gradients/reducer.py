@@ -100,6 +100,9 @@ class GradientConsumer:
     def reduced(self) -> None:
         """A backward has reduced its gradients."""
 
+    def backward_ended(self) -> None:
+        """A backward is over, after :meth:`reduced`, if it was called. Called on every rank."""
+
     def scaler_steps(self) -> None:
         """A GradScaler is about to read the gradients for its step. Called on every rank."""
 

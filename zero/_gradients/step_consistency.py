@@ -35,6 +35,7 @@ class StepFacts:
     def __init__(self, all_grads: Sequence[BucketGrads]) -> None:
         self._all = all_grads
         self._groups: Callable[[], list[dict[str, Any]]] = list
+        self._written: Callable[[], tuple[str, ...]] = tuple
         self._names: list[tuple[str, ...]] = []
         self.num_backwards = 0
         """Backwards outside of ``no_sync`` since the last step."""
@@ -47,9 +48,12 @@ class StepFacts:
         self._key: tuple[Any, ...] = ()
         self._digest = 0
 
-    def watch(self, groups: Callable[[], list[dict[str, Any]]]) -> None:
-        """Compare the settings of these parameter groups, too, if they are plain values."""
-        self._groups = groups
+    def watch(self, groups: Callable[[], list[dict[str, Any]]], written: Callable[[], tuple[str, ...]]) -> None:
+        """Compare the settings of these parameter groups, too, if they are plain values.
+
+        ``written``: the parameters that were written to where that is an error, which all ranks must raise.
+        """
+        self._groups, self._written = groups, written
         self._names = [tuple(name for name in group if name not in ("params", "param_names")) for group in groups()]
 
     def count(self, *, is_deferred: bool) -> None:
@@ -64,7 +68,7 @@ class StepFacts:
     def digest(self, edits: list[bool], ends_step: bool) -> int:  # noqa: FBT001  (of one caller)
         """The digest of everything compared; ``ends_step``: this backward is the last of a step."""
         held = b"".join([*(bytes(grads.reduced) for grads in self._all), bytes(edits)])
-        key = (self._settings(), self.num_backwards, ends_step, held, self._applied, self.has_failed)
+        key = (self._settings(), self.num_backwards, ends_step, held, self._applied, self.has_failed, self._written())
         if key != self._key:
             hashed = hashlib.blake2b(repr(key).encode(), digest_size=DIGEST_NBYTES).digest()
             self._key, self._digest = key, int.from_bytes(hashed, "little")
@@ -80,7 +84,7 @@ class StepFacts:
             return
         applied, has_failed = self._applied, self.has_failed
         # without gradients: ranks may clear them differently
-        self._key = (self._settings(), 0, True, b"", applied, has_failed)
+        self._key = (self._settings(), 0, True, b"", applied, has_failed, ())
         try:
             if not control.are_equal(repr(self._key), topology):
                 raise self.divergence(topology)
@@ -102,10 +106,11 @@ class StepFacts:
         )
 
     def _texts(self) -> dict[str, str]:
-        settings, num_backwards, ends_step, held, applied, has_failed = self._key
+        settings, num_backwards, ends_step, held, applied, has_failed, written = self._key
         texts = {"the number of backwards since the last step": str(num_backwards)}
         texts["the backward"] = "one that ends a step" if ends_step else "one within a step"
         texts["the last step"] = "unfinished, as it raised an error," if has_failed else "done"
+        texts |= {f"the parameter {name!r}": "written to outside zero.GatheredParameters" for name in written}
         named = [f"parameter group {i} {name}" for i, names in enumerate(self._names) for name in names]
         texts |= {name: repr(value) for name, value in zip(named, settings, strict=True)}
         slots = [slot.name for grads in self._all for slot in grads.bucket.layout.slots]

@@ -102,9 +102,18 @@ class ModelParallel:
         mine = value.view(1)
         return mine if self._topology is None else control.gather_beside(mine, self._topology).view(-1)
 
+    @property
+    def has_stages(self) -> bool:
+        """Whether some ranks may hold other layers: then their backwards are not at the same place."""
+        return self.world_size > (1 if self.tensor_group is None else dist.get_world_size(self.tensor_group))
+
     def any_beside(self, flag: Tensor) -> Tensor:
         """Whether ``flag``, a bool scalar, is true on any rank: one on its device. Collective, as :meth:`gather`."""
         return flag if self._topology is None else self.gather_beside(flag.double()).bool().any()
+
+    def any(self, flag: bool) -> bool:  # noqa: FBT001  (one flag)
+        """Whether ``flag`` is true on any model-parallel rank. Collective over them."""
+        return any(self.gather(float(flag)))
 
     def close(self) -> None:
         """Free the topologies."""

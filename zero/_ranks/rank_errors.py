@@ -87,7 +87,7 @@ def raise_first(error: Exception | None, kind: type[Exception], topology: Topolo
 
 def share_text(text: str, src: int, topology: Topology) -> str:
     """Rank ``src``'s text, on every rank. Cost: two small broadcasts."""
-    data = text.encode(errors="surrogateescape")  # a path may be no UTF-8
+    data = text.encode(errors="surrogateescape")  # a path may not be UTF-8
     length = torch.tensor([len(data)])
     control.broadcast_(length, src, topology)
     buffer = torch.zeros(int(length.item()), dtype=torch.uint8)

@@ -201,7 +201,7 @@ class Runtime:
             OSError: Too little space; on every rank.
             ConfigError: The optimizer's states cannot be stored in files.
         """
-        self.reducer.facts.watch(lambda: inner.param_groups)
+        self.reducer.facts.watch(lambda: inner.param_groups, lambda: self.gatherer.lost_writes.names(self.buckets))
         on_host = [bucket for bucket in self.buckets if bucket.states.is_on_host]
         if self.settings.tiers.states.delays_update and on_host:
             self.delayed = on_every_rank(lambda: DelayedUpdate(on_host, self.topology), self.topology)
@@ -248,7 +248,6 @@ class Runtime:
         finally:
             for bucket in buckets:
                 bucket.drop(Hold.ACCESS)
-                self.gatherer.lost_writes.forget(bucket)  # the block has adopted or refused them
                 self.gatherer.release_if_unneeded(bucket)
 
     @contextmanager
@@ -309,6 +308,11 @@ class Runtime:
                 values = bucket.views(full)
             yield values
             values.clear()
+
+    def forget_writes(self, params: Iterable[nn.Parameter]) -> None:
+        """Writes to ``params``, which are managed here, were refused."""
+        for param in params:
+            self.gatherer.lost_writes.forget(param.zero_shard.bucket, [param])  # type: ignore[attr-defined]
 
     def check_model_unchanged(self) -> None:
         """Raise StateError if a parameter was added, replaced, moved or unfrozen, or its values edited."""

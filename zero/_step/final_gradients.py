@@ -106,12 +106,42 @@ class FinalGradients(GradientConsumer):
         else:  # more micro-batches are expected, so the ranks do not agree yet: see scaler_steps()
             self.flag.grad = torch.full_like(self.flag, NO_OVERFLOW)
 
+    def backward_ended(self) -> None:
+        """Tensor-parallel ranks, whose backwards end together, agree on overflow: ``unscale_()`` may read it next."""
+        parts = self._model_parallel
+        if self._overflow is not None and parts.world_size > 1 and not parts.has_stages:
+            self._overflow = parts.any_beside(self._overflow)
+            self._show_overflow(self._overflow)
+
     def scaler_steps(self) -> None:
-        """Agree on overflow if the ranks have not: the data ended before the boundary of a step.
+        """Agree on overflow where the ranks have not: a GradScaler looks at the gradients of each rank alone.
+
+        Data ranks agree if the data ended before the boundary of a step, the ranks of a model always.
 
         Raises:
             StateError: On every rank: ``unscale_()`` was called before, and has looked at each rank's own part alone.
         """
+        self._agree_over_data()
+        if self._model_parallel.world_size > 1:
+            self._agree_over_model()
+
+    def _agree_over_model(self) -> None:
+        shown = None if self.flag.grad is None else self.flag.grad.item()
+        overflowed = self._overflow is not None and bool(self._overflow)
+        is_unscaled = shown is not None and shown != NO_OVERFLOW and not math.isnan(shown)
+        of_ranks = self._model_parallel.gather(2.0 * is_unscaled + overflowed)
+        if not any(one % 2 for one in of_ranks):
+            return
+        if 2.0 in of_ranks:
+            raise StateError(
+                "scaler.unscale_(optimizer) was called before ranks with other layers have agreed on overflow, and one "
+                "has an overflow: with pipeline stages leave unscale_() to scaler.step(optimizer)"
+            )
+        if not overflowed:
+            self._overflow = torch.ones((), dtype=torch.bool, device=self.flag.device)
+            self._show_overflow(self._overflow)
+
+    def _agree_over_data(self) -> None:
         if self._overflow is not None or not any(grads.agreed for grads in self.runtime.reducer.all):
             return
         # A scale of 1 leaves it as it was: then only the deadlock watch finds ranks that differ.
@@ -169,8 +199,7 @@ class FinalGradients(GradientConsumer):
             files.agree()
             if files.is_nonfinite():
                 mine.fill_(True)
-            # Ranks of a model skip a step together: GradScaler reads the flag on each of them alone.
-            self._overflow = self._model_parallel.any_beside(control.any_(mine, self.runtime.topology))
+            self._overflow = control.any_(mine, self.runtime.topology)
         return self._overflow
 
     def apply(self) -> None:

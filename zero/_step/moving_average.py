@@ -68,16 +68,16 @@ class MovingAverage:
             yield
         finally:
             runtime.has_averages = False
-            are_loaded = self._swap()
-            if not has_begun and not are_loaded:  # the first update() is still to copy the weights
+            differ = self._swap(compares=not has_begun)
+            if not has_begun and not differ:  # nothing was loaded: the first update() is still to copy the weights
                 self._averages.clear()
             runtime.mode_state.set_replicas(
                 replicas
             )  # they differ from the masters: evaluation must not change training
 
     @torch.no_grad()
-    def _swap(self) -> bool:
-        """Exchange masters and averages; whether they differ on any rank, where there are averages."""
+    def _swap(self, *, compares: bool = False) -> bool:
+        """Exchange masters and averages; with ``compares`` returns whether they differ on any rank."""
         runtime, differ = self._parts.runtime, False
         with calling_over(runtime.topology, "MovingAverage.applied()"):
             for bucket, pieces in pieces_by_bucket(self._buckets, self._parts.pieces).items():
@@ -85,8 +85,8 @@ class MovingAverage:
                     for piece in pieces:
                         own = piece.master.detach().clone()
                         average = self._averages.get(piece.master, own)
-                        differ = differ or not torch.equal(average, own)
+                        differ = differ or (compares and not torch.equal(average, own))
                         piece.master.copy_(average)
                         self._averages[piece.master] = own
             runtime.write_back(self._buckets)
-            return bool(control.agree_max(torch.tensor([int(differ)]), runtime.topology).item())
+            return compares and bool(control.agree_max(torch.tensor([int(differ)]), runtime.topology).item())

@@ -121,11 +121,13 @@ class Transfer:
             if self._error is not None:
                 raise self._error
 
+    def _closed(self) -> StateError:
+        return StateError(f"a store must stay open until its transfers complete: path={self._file.path}")
+
     def _end(self, ticket: int) -> None:
         queue = self._store.queue  # close() may take it away at any moment
-        closed = StateError(f"a store must stay open until its transfers complete: path={self._file.path}")
         if queue is None:
-            raise closed
+            raise self._closed()
         if os.getpid() != self._store.pid:  # a forked process has no thread that completes it
             raise StateError(f"a transfer must be waited for by the process that started it: path={self._file.path}")
         try:
@@ -133,7 +135,7 @@ class Transfer:
         except OSError as error:
             self._error = _explained(error, self._file.path)
         except ValueError:  # close() has waited for it
-            raise closed from None
+            raise self._closed() from None
         self._ticket = None
         with self._store.lock:
             self._store.in_flight.pop(ticket, None)
