@@ -8,7 +8,7 @@ upper bound:
     stage 0           k or 1 reductions (no_sync), and the gradients gathered once
     stage 1           one reduction at the boundary, and the new parameters gathered once
     stage 2           k reductions, and the new parameters gathered once
-      no_sync         one reduction; at stage 3 one gather for all micro-batches, none for backward, if parameters stay full
+      no_sync         one reduction; at stage 3 one gather, if parameters stay full, and none for backward
     stage 3           k reductions, 2k gathers: for forward and for backward,       ZeRO, section 7
                       also of embeddings and the last layer, which backward does not gather
       hpZ             of them one over all ranks, the others inside the node        ZeRO++, section 3.2
