@@ -294,6 +294,7 @@ class StateDicts:
                     self._copy([bucket.params[slot] for slot in slots], loading)
                     bucket.copy_back_moved()
                 runtime.adopt_values({bucket: slots}, 0)
+                runtime.forget_writes(bucket.params)  # of other ranks: rank 0's values count
         lacks_all = not is_first and loading.is_empty
         num_wrong_keys = 0 if lacks_all else len(incompatible.missing_keys) + len(incompatible.unexpected_keys)
         agreed = control.agree_max(torch.tensor([len(loading.errors), num_wrong_keys]), runtime.topology).tolist()
