@@ -221,18 +221,21 @@ void CheckFailure(const Case& c, std::size_t number) {
   EXPECT(world.num_alive() == 0, "call %zu: %zu things leaked", number, world.num_alive());
 }
 
+// How often rank 0 calls the GPU or NCCL in one collective call.
+std::size_t NumCalls(const Case& c) {
+  FakeWorld world(1);
+  FakeRanks ranks(&world, c);
+  world.TakeNumCalls(0);
+  ranks.CallAll();
+  const std::size_t num_calls = world.TakeNumCalls(0);
+  world.Synchronize();
+  return num_calls;
+}
+
 // Every call to the GPU or to NCCL, of every stage of every chunk.
 void CheckEveryFailure() {
   const Case c = OneHop(Collective::kReduce, 2, kInt8, 700);
-  std::size_t num_calls = 0;
-  {
-    FakeWorld world(1);
-    FakeRanks ranks(&world, c);
-    world.TakeNumCalls(0);
-    ranks.CallAll();
-    num_calls = world.TakeNumCalls(0);
-    world.Synchronize();
-  }
+  const std::size_t num_calls = NumCalls(c);
   EXPECT(num_calls > 30, "only %zu calls", num_calls);
   for (std::size_t number = 0; number < num_calls; ++number) CheckFailure(c, number);
 }
@@ -289,15 +292,7 @@ void CheckOrderOfAborts() {
 // A call of CUDA or NCCL hangs, and fails or returns when it is aborted: every call of a collective in turn.
 void CheckStuckCalls() {
   const Case c = OneHop(Collective::kReduce, 2, kInt8, 300);
-  std::size_t num_calls = 0;
-  {
-    FakeWorld world(1);
-    FakeRanks ranks(&world, c);
-    world.TakeNumCalls(0);
-    ranks.CallAll();
-    num_calls = world.TakeNumCalls(0);
-    world.Synchronize();
-  }
+  const std::size_t num_calls = NumCalls(c);
   EXPECT(num_calls > 15, "only %zu calls", num_calls);
   for (std::size_t number = 0; number < num_calls; ++number) {
     for (const bool then_fails : {true, false}) {

@@ -72,6 +72,6 @@ class LostWrites:
         if names:
             raise StateError(
                 f"{len(names)} parameters were written to outside zero.GatheredParameters, first {list(names[:3])}: at "
-                "stage 3 the values are lost when their layer is released. Write them inside "
+                "stage 3 the values are lost when their layer is released, or at the step. Write them inside "
                 "zero.GatheredParameters([param], modifier_rank=0), in forward as well"
             )

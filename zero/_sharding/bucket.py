@@ -125,7 +125,7 @@ def _num_writes(param: nn.Parameter) -> int:
 
 def has_same_bits(a: Tensor, b: Tensor) -> bool:
     """Compare bytes: a NaN equals itself, and float8 dtypes have no comparison of their own."""
-    return torch.equal(*(x.contiguous().view(-1).view(torch.uint8) for x in (a, b)))
+    return a.device == b.device and torch.equal(*(x.contiguous().view(-1).view(torch.uint8) for x in (a, b)))
 
 
 def master_dtype(dtype: torch.dtype) -> torch.dtype:
